@@ -71,6 +71,11 @@ def choose_tf32(config: Config, inventory: Inventory, device: str) -> Choice[boo
     return Choice(True, "fp32 matrix products are several times faster with it, at 10 bits of mantissa")
 
 
+def flops_per_second(gpu: Gpu) -> float:
+    """Return the FLOP/s that a good step reaches on a GPU."""
+    return _HOPPER_FLOPS_PER_S if gpu.capability >= _HOPPER_CAPABILITY else _OLDER_FLOPS_PER_S
+
+
 def choose_compile(
     config: Config,
     facts: ModelFacts,
@@ -105,9 +110,7 @@ def choose_compile(
         )
     if steps is None:
         return Choice(False, "the number of steps is unknown; try --compile for a long run")
-    hopper = gpu.capability >= _HOPPER_CAPABILITY
-    flops_per_s = _HOPPER_FLOPS_PER_S if hopper else _OLDER_FLOPS_PER_S
-    seconds = steps * max(flops / flops_per_s, _SHORTEST_STEP_S)
+    seconds = steps * max(flops / flops_per_second(gpu), _SHORTEST_STEP_S)
     length = f"about {seconds_text(seconds)} of work"
     if seconds < _COMPILE_PAYS_FROM_S:
         takes_long = Rejected("on", "compiling would take as long as it saves")

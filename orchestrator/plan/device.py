@@ -84,10 +84,19 @@ def usable_bytes(config: Config, inventory: Inventory, device: str, workers_on_n
     return min(gpu.memory_total * config.batch.gpu_memory_fraction, gpu.memory_free)
 
 
-def choose_threads(inventory: Inventory, workers_on_node: int) -> Choice[int]:
+def share_cores(inventory: Inventory, workers_on_node: int) -> Choice[int]:
+    """Choose the cores of a worker: those of its node, divided among the workers there."""
     cores = inventory.cores
     if workers_on_node == 1:
         return Choice(cores, f"the process may use {cores} cores")
     return Choice(
         max(1, cores // workers_on_node), f"{workers_on_node} workers on a node share {cores} usable cores"
     )
+
+
+def choose_threads(inventory: Inventory, strategy: str, cores: Choice[int]) -> Choice[int]:
+    """Choose a thread for each core of the worker, unless the user has set their number."""
+    given = inventory.omp_threads
+    if strategy != "single" or given is None:
+        return cores
+    return Choice(given, f"set by OMP_NUM_THREADS={given}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from experts.evolution.rules import EvolutionRules, Preset
 from orchestrator.config.cross_checks import check_expert_limits, divides_experts
@@ -18,7 +18,34 @@ _TASK_PRESETS: Mapping[str, Preset] = {"digits": "bold"}
 """The preset of a task for ``--evolution auto``; off for all others."""
 
 
-def choose_evolution(config: Config, facts: ModelFacts) -> Choice[Preset]:
+@dataclass(frozen=True)
+class Growth:
+    """The rules by which the experts change, and the model with the most experts that it may get."""
+
+    evolution: Choice[Preset]
+    rules: EvolutionRules | None
+    largest: ModelFacts
+
+    @classmethod
+    def of(cls, config: Config, facts: ModelFacts) -> Growth:
+        """Return the growth that the settings ask for, whether or not it fits the memory."""
+        evolution = _choose_evolution(config, facts)
+        rules = _growth_rules(config, facts, evolution.value)
+        return cls(evolution, rules, grown(facts, rules.max_experts) if rules else facts)
+
+    def within(
+        self, config: Config, facts: ModelFacts, limit_bytes: float, sharding: ModelSharding
+    ) -> Growth:
+        """Return the growth that the memory of the workers allows, with its reason."""
+        if self.rules is None:
+            return self
+        rules = _fit_growth(config, facts, self.rules, limit_bytes, sharding)
+        text = _growth_text(self.rules, rules, facts, sharding, config)
+        evolution = replace(self.evolution, reason=f"{self.evolution.reason}: {text}")
+        return Growth(evolution, rules, grown(facts, rules.max_experts))
+
+
+def _choose_evolution(config: Config, facts: ModelFacts) -> Choice[Preset]:
     """Choose the preset of the rules by which experts are born, merged and pruned."""
     mode = config.evolution.evolution
     if not facts.experts:
@@ -59,7 +86,7 @@ def choose_evolution(config: Config, facts: ModelFacts) -> Choice[Preset]:
     )
 
 
-def growth_rules(config: Config, facts: ModelFacts, preset: Preset) -> EvolutionRules | None:
+def _growth_rules(config: Config, facts: ModelFacts, preset: Preset) -> EvolutionRules | None:
     """Return the rules of evolution for a model, whatever its memory; None if it is off."""
     if preset == "off":
         return None
@@ -119,7 +146,7 @@ def _state_bytes(config: Config, facts: ModelFacts, sharding: ModelSharding) -> 
     return estimate.total - estimate.activations
 
 
-def fit_growth(
+def _fit_growth(
     config: Config, facts: ModelFacts, rules: EvolutionRules, limit_bytes: float, sharding: ModelSharding
 ) -> EvolutionRules:
     """Lower the largest number of experts to one that fits, if memory is short.
@@ -142,7 +169,7 @@ def fit_growth(
     return replace(rules, max_experts=fitting)
 
 
-def growth_text(
+def _growth_text(
     asked: EvolutionRules, rules: EvolutionRules, facts: ModelFacts, sharding: ModelSharding, config: Config
 ) -> str:
     """Return the limits of the number of experts, and the memory that is kept for growth."""

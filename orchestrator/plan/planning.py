@@ -19,42 +19,28 @@ from orchestrator.plan.compute import (
     choose_tf32,
     optimizer_moments,
 )
-from orchestrator.plan.device import (
-    choose_device,
-    choose_threads,
-    choose_worker_device,
-    gpu_of,
-    usable_bytes,
-)
+from orchestrator.plan.cuda_graph import StepForm, choose_cuda_graph
+from orchestrator.plan.device import choose_threads, gpu_of, share_cores
 from orchestrator.plan.estimate import (
     MemoryEstimate,
     ModelFacts,
-    ModelSharding,
     ShardingForm,
     estimate_memory,
     flops_per_step,
 )
-from orchestrator.plan.evolution import (
-    choose_evolution,
-    choose_rebalance,
-    choose_replicas,
-    fit_growth,
-    grown,
-    growth_rules,
-    growth_text,
-)
+from orchestrator.plan.evolution import Growth, choose_rebalance, choose_replicas
 from orchestrator.plan.experts import (
     choose_chunks,
     choose_gate,
     choose_kernel,
     choose_placement,
-    settle_strategy,
     why_unused,
 )
 from orchestrator.plan.inventory.cluster import Cluster, chosen_gpus
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.schedule import (
     choose_data_on_device,
+    choose_learning_rate,
     choose_loader_workers,
     choose_log_every,
     choose_prefetch,
@@ -62,17 +48,9 @@ from orchestrator.plan.schedule import (
     choose_warmup,
 )
 from orchestrator.plan.snapshots import NodeMemory, checkpoint_memory, choose_snapshots, snapshot_memory
-from orchestrator.plan.workers import (
-    check_data_tasks,
-    choose_backend,
-    choose_dense_sharding,
-    choose_sharding,
-    choose_strategy,
-    choose_workers,
-    num_spares,
-    uses_gpus,
-)
-from orchestrator.types import NOT_USED, Choice, PrecisionName, StrategyName
+from orchestrator.plan.worker_setup import WorkerSetup, single_process, worker_group
+from orchestrator.plan.workers import choose_strategy
+from orchestrator.types import Choice, PrecisionName, StrategyName
 
 
 @dataclass(frozen=True)
@@ -101,12 +79,14 @@ class Plan:
     eval_batch_size: Choice[int]
     activation_checkpointing: Choice[bool]
     compile: Choice[bool]
+    cuda_graph: Choice[bool]
     fused_optimizer: Choice[bool]
     cudnn_benchmark: Choice[bool]
     loader_workers: Choice[int]
     prefetch: Choice[int]
     data_on_device: Choice[bool]
     threads: Choice[int]
+    learning_rate: Choice[float]
     warmup_steps: Choice[int]
     total_steps: Choice[int | None]
     """None if the data does not tell its number of samples, and no limit is set."""
@@ -136,45 +116,6 @@ class Plan:
         }
 
 
-@dataclass(frozen=True)
-class _WorkerSetup:
-    """The workers of a run, their devices, and each worker's part of the machine."""
-
-    strategy: Choice[StrategyName]
-    device: Choice[str]
-    workers: Choice[int]
-    backend: Choice[str]
-    sharding: Choice[ShardingForm]
-    model_sharding: ModelSharding
-    workers_on_node: int
-    limit_bytes: float
-    object_store_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class _Growth:
-    """The rules by which the experts change, and the model with the most experts that it may get."""
-
-    evolution: Choice[Preset]
-    rules: EvolutionRules | None
-    largest: ModelFacts
-
-    @classmethod
-    def of(cls, config: Config, facts: ModelFacts) -> _Growth:
-        evolution = choose_evolution(config, facts)
-        rules = growth_rules(config, facts, evolution.value)
-        return cls(evolution, rules, grown(facts, rules.max_experts) if rules else facts)
-
-    def within(self, config: Config, facts: ModelFacts, setup: _WorkerSetup) -> _Growth:
-        """Return the growth that the memory of the workers allows, with its reason."""
-        if self.rules is None:
-            return self
-        rules = fit_growth(config, facts, self.rules, setup.limit_bytes, setup.model_sharding)
-        text = growth_text(self.rules, rules, facts, setup.model_sharding, config)
-        evolution = replace(self.evolution, reason=f"{self.evolution.reason}: {text}")
-        return _Growth(evolution, rules, grown(facts, rules.max_experts))
-
-
 def plan(
     config: Config,
     inventory: Inventory,
@@ -193,16 +134,17 @@ def plan(
     _check_average(config)
     joined = cluster is not None and cluster.joined
     facts = replace(facts, moments=optimizer_moments(config.optim, facts))
-    growth = _Growth.of(config, facts)
+    growth = Growth.of(config, facts)
     strategy = choose_strategy(config, inventory, in_cluster or joined)
     if strategy.value == "single":
-        setup = _single_process(config, inventory, strategy)
+        setup = single_process(config, inventory, strategy)
     else:
         # All further choices see only the GPUs of --devices; a joined cluster assigns its own.
         if not joined:
             inventory = replace(inventory, gpus=chosen_gpus(inventory, config.parallel.devices))
-        setup = _worker_group(config, inventory, growth, strategy, cluster or Cluster.of(inventory))
-    return _complete_plan(config, inventory, measured, setup, growth.within(config, facts, setup))
+        setup = worker_group(config, inventory, growth, strategy, cluster or Cluster.of(inventory))
+    growth = growth.within(config, facts, setup.limit_bytes, setup.model_sharding)
+    return _complete_plan(config, inventory, measured, setup, growth)
 
 
 def _check_average(config: Config) -> None:
@@ -216,72 +158,12 @@ def _check_average(config: Config) -> None:
         )
 
 
-def _single_process(config: Config, inventory: Inventory, strategy: Choice[StrategyName]) -> _WorkerSetup:
-    if config.parallel.cpu_offload:
-        raise UserError(
-            f"--cpu-offload keeps the shards of data-parallel workers in host memory, and this run is one "
-            f"process ({strategy.reason}); leave it out, or add --parallel-strategy data_parallel"
-        )
-    device = choose_device(config, inventory)
-    no_sharding = f"{NOT_USED}one process has nothing to shard"
-    if config.parallel.sharding not in ("auto", "none"):
-        no_sharding += f", instead of --sharding {config.parallel.sharding}"
-    return _WorkerSetup(
-        strategy,
-        device,
-        workers=Choice(1, "the run is one process"),
-        backend=Choice("none", f"{NOT_USED}one process has no peers"),
-        sharding=Choice("none", no_sharding),
-        model_sharding=ModelSharding(),
-        workers_on_node=1,
-        limit_bytes=usable_bytes(config, inventory, device.value, 1),
-    )
-
-
-def _worker_group(
-    config: Config, inventory: Inventory, growth: _Growth, strategy: Choice[StrategyName], cluster: Cluster
-) -> _WorkerSetup:
-    # Memory must suffice for all experts that may be born.
-    facts = growth.largest
-    evolves = growth.rules is not None
-    workers = choose_workers(config, cluster, inventory)
-    count = workers.value
-    device = choose_worker_device(config, inventory, cluster.gpus)
-    on_gpu = device.value != "cpu"
-    check_data_tasks(facts, count + num_spares(config), cluster, on_gpu)
-    workers_on_node = cluster.workers_on_node(count, uses_gpus(config, cluster))
-    limit_bytes = usable_bytes(config, inventory, device.value, workers_on_node)
-    # The strategy depends on the memory of a worker, which depends on the devices.
-    strategy = settle_strategy(config, facts, strategy, count, limit_bytes, on_gpu and not evolves)
-    backend = choose_backend(config, on_gpu, count)
-    if strategy.value == "expert_parallel":
-        primary = config.parallel.gate == "primary"
-        replicas = choose_replicas(config, None, count).value
-        on_hosts = ModelSharding(count, "experts", primary=primary, expert_replicas=replicas)
-        sharding = choose_dense_sharding(config, facts, on_hosts, limit_bytes, on_gpu, evolves)
-        model_sharding = replace(on_hosts, dense=sharding.value)
-    else:
-        sharding = choose_sharding(config, facts, count, limit_bytes, on_gpu, evolves)
-        model_sharding = ModelSharding(count, sharding.value, config.parallel.cpu_offload)
-    return _WorkerSetup(
-        strategy,
-        device,
-        workers,
-        backend,
-        sharding,
-        model_sharding,
-        workers_on_node,
-        limit_bytes,
-        cluster.object_store,
-    )
-
-
 def _complete_plan(
     config: Config,
     inventory: Inventory,
     measured: Mapping[str, int] | None,
-    setup: _WorkerSetup,
-    growth: _Growth,
+    setup: WorkerSetup,
+    growth: Growth,
 ) -> Plan:
     """Choose everything that follows from the workers and their devices."""
     facts = growth.largest
@@ -296,13 +178,27 @@ def _complete_plan(
     recompute = batching.recompute.value
     steps = choose_total_steps(config, facts, batching)
     flops = flops_per_step(facts, batching.global_batch.value, recompute)
-    threads = choose_threads(inventory, setup.workers_on_node)
-    loaders = choose_loader_workers(config, facts, device, threads)
+    cores = share_cores(inventory, setup.workers_on_node)
+    threads = choose_threads(inventory, strategy, cores)
+    loaders = choose_loader_workers(config, facts, device, cores)
     precision = choose_precision(config, inventory, device)
     unused = why_unused(strategy, facts)
     # Under a primary gate the tokens of one data rank are spread over all hosts.
     tokens_per_host = batch * model_sharding.data_ranks * facts.units_per_sample // count
     model_is_divided = strategy == "expert_parallel" or setup.sharding.value != "none"
+    compilation = choose_compile(config, facts, model_is_divided, gpu, flops, steps.value)
+    fused_optimizer = choose_fused_optimizer(config, facts)
+    kernel = choose_kernel(config, facts, precision.value, gpu.capability if gpu else None)
+    step_form = StepForm(
+        gpu,
+        workers=count,
+        flops=flops,
+        fused_optimizer=fused_optimizer.value or facts.own_optimizer,
+        compiled=compilation.value,
+        recomputes=recompute,
+        evolves=growth.rules is not None,
+        experts_in_loop=bool(facts.experts) and kernel.value == "loop",
+    )
     return Plan(
         device=setup.device,
         strategy=setup.strategy,
@@ -316,7 +212,7 @@ def _complete_plan(
         exchange_chunks=choose_chunks(
             config, unused, count, setup.backend.value, gpu is not None, tokens_per_host
         ),
-        expert_kernel=choose_kernel(config, facts, precision.value, gpu.capability if gpu else None),
+        expert_kernel=kernel,
         evolution=growth.evolution,
         rebalance=choose_rebalance(config, unused, count, growth.evolution.value),
         expert_replicas=choose_replicas(config, unused, count),
@@ -327,13 +223,15 @@ def _complete_plan(
         global_batch_size=batching.global_batch,
         eval_batch_size=batching.evaluation,
         activation_checkpointing=batching.recompute,
-        compile=choose_compile(config, facts, model_is_divided, gpu, flops, steps.value),
-        fused_optimizer=choose_fused_optimizer(config, facts),
+        compile=compilation,
+        cuda_graph=choose_cuda_graph(config, step_form),
+        fused_optimizer=fused_optimizer,
         cudnn_benchmark=choose_cudnn_benchmark(config, device),
         loader_workers=loaders,
         prefetch=choose_prefetch(config, inventory, loaders.value, setup.workers_on_node),
         data_on_device=choose_data_on_device(config, facts, gpu_memory),
         threads=threads,
+        learning_rate=choose_learning_rate(config),
         warmup_steps=choose_warmup(config, steps.value),
         total_steps=steps,
         log_every=choose_log_every(config, steps.value, device),
@@ -344,7 +242,7 @@ def _complete_plan(
 
 
 def _plan_snapshots(
-    config: Config, inventory: Inventory, facts: ModelFacts, setup: _WorkerSetup, unused: str | None
+    config: Config, inventory: Inventory, facts: ModelFacts, setup: WorkerSetup, unused: str | None
 ) -> Choice[str]:
     """Choose whether the hosts keep snapshots in the memory of their nodes."""
     hosts = setup.workers.value

@@ -1,7 +1,8 @@
-"""Data loading, the number of steps, the warm-up and the logging interval of a run. Pure."""
+"""Data loading, steps, learning rate, warm-up and logging interval of a run. Pure."""
 
 from __future__ import annotations
 
+from orchestrator.config.optim import LEARNING_RATE
 from orchestrator.config.settings import Config
 from orchestrator.plan.batching import Batching
 from orchestrator.plan.estimate import ModelFacts
@@ -11,13 +12,13 @@ from orchestrator.types import GIB, NOT_USED, Choice, Rejected, bytes_text, coun
 
 _PLAIN_LOG_EVERY = 10
 _DEBUG_STEPS = 4
+_FINE_TUNING_RATE = 2e-5
+_ADAPTER_RATE = 2e-4
 _MAX_LOADER_WORKERS = 8
 _ON_DEVICE_SHARE = 0.05  # of the GPU's memory: larger data stays on the host
 
 
-def choose_loader_workers(
-    config: Config, facts: ModelFacts, device: str, threads: Choice[int]
-) -> Choice[int]:
+def choose_loader_workers(config: Config, facts: ModelFacts, device: str, cores: Choice[int]) -> Choice[int]:
     """Choose a loader process for each core except the one that trains; none if batches come from
     memory."""
     if config.data.loader_workers >= 0:
@@ -32,10 +33,9 @@ def choose_loader_workers(
     if device == "cpu":
         competing = Rejected("loader processes", "try --loader-workers 1")
         return Choice(0, "the CPU trains: loader processes would take its cores", (competing,))
-    count = max(0, min(_MAX_LOADER_WORKERS, threads.value - 1))
+    count = max(0, min(_MAX_LOADER_WORKERS, cores.value - 1))
     reason = (
-        f"one process for each core except the one that trains, at most {_MAX_LOADER_WORKERS}; "
-        f"{threads.reason}"
+        f"one process for each core except the one that trains, at most {_MAX_LOADER_WORKERS}; {cores.reason}"
     )
     return Choice(count, reason)
 
@@ -60,6 +60,8 @@ def choose_data_on_device(config: Config, facts: ModelFacts, gpu_memory: int | N
         return Choice(False, f"{NOT_USED}the device is the CPU")
     if facts.gathered_bytes is None:
         return Choice(False, "the data is read sample by sample")
+    if not facts.gathered_bytes:
+        return Choice(False, f"{NOT_USED}the samples are made when they are read")
     if not config.run.auto:
         return Choice(False, NO_AUTO)
     share = facts.gathered_bytes / gpu_memory
@@ -79,14 +81,16 @@ def choose_total_steps(config: Config, facts: ModelFacts, batching: Batching) ->
     steps_per_epoch = -(-facts.samples // global_batch)
     steps = steps_per_epoch * config.run.epochs
     reason = (
-        f"{config.run.epochs} epochs of {steps_per_epoch} steps each "
-        f"({facts.samples} samples in batches of {global_batch})"
+        f"{counted(config.run.epochs, 'epoch')} of {counted(steps_per_epoch, 'step')} each "
+        f"({counted(facts.samples, 'sample')} in batches of {global_batch})"
     )
     max_steps = config.run.max_steps
     if config.run.debug:
         return Choice(min(steps, _DEBUG_STEPS, max_steps or _DEBUG_STEPS), "set by --debug")
     if max_steps is not None and max_steps < steps:
         return Choice(max_steps, f"set by --max-steps; {reason} would be {steps}")
+    if max_steps is not None and max_steps > steps:
+        reason += f", less than --max-steps {max_steps}: raise --epochs for more"
     return Choice(steps, reason)
 
 
@@ -103,6 +107,19 @@ def _steps_of_stream(config: Config) -> Choice[int | None]:
     return Choice(
         None, f"{epochs}; --schedule {config.optim.schedule} needs --max-steps: the learning rate is constant"
     )
+
+
+def choose_learning_rate(config: Config) -> Choice[float]:
+    """Choose the peak. Weights that are trained already keep what they know at small rates alone."""
+    optim = config.optim
+    if optim.learning_rate is not None:
+        return Choice(optim.learning_rate, "set by --learning-rate")
+    model = config.model
+    if config.task != "lm" or model.from_scratch:
+        return Choice(LEARNING_RATE, "the default for weights that begin at random")
+    if model.lora is not None:
+        return Choice(_ADAPTER_RATE, "adapters on the weights of --model")
+    return Choice(_FINE_TUNING_RATE, "the weights of --model are trained already")
 
 
 def choose_warmup(config: Config, steps: int | None) -> Choice[int]:

@@ -235,17 +235,16 @@ def choose_dense_sharding(
     facts: ModelFacts,
     on_hosts: ModelSharding,
     limit_bytes: float,
-    on_gpu: bool,
-    evolves: bool,
+    may_shard: bool,
 ) -> Choice[ShardingForm]:
     """Choose how expert hosts shard the dense part: the least that lets one sample fit.
 
-    ``on_hosts`` is the division of the experts."""
+    ``on_hosts`` is the division of the experts; ``may_shard`` says that the plan may shard."""
     form = config.parallel.sharding
     if form != "auto":
         return Choice(form, f"set by --sharding {form}: the dense part is sharded, experts are whole")
     whole = "the experts are divided among the hosts; the rest is whole on each"
-    if on_hosts.workers == 1 or not on_gpu or not config.run.auto or evolves or facts.own_optimizer:
+    if on_hosts.workers == 1 or not may_shard or not config.run.auto or facts.own_optimizer:
         return Choice("none", whole)
     needed = {
         each: one_sample_memory(config, facts, limit_bytes, replace(on_hosts, dense=each))

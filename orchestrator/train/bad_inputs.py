@@ -11,11 +11,13 @@ from torch import Tensor
 
 from orchestrator.train.batches import tensors_of
 
+ADVICE = "Clean the data, or leave the sample out"
 
-def find_bad_input(samples: Iterable[tuple[str, Callable[[], Any]]]) -> str | None:
+
+def find_bad_input(samples: Iterable[tuple[str, Callable[[], Any]]], split: str = "training") -> str | None:
     """Return a sentence about the first sample with NaN or infinity; None if all are finite.
 
-    ``samples`` are names of samples, with functions that return them.
+    ``samples`` are names of samples of a split, with functions that return them.
     """
     for name, read in samples:
         # The data may be read only once, or differ from one read to the next.
@@ -24,7 +26,7 @@ def find_bad_input(samples: Iterable[tuple[str, Callable[[], Any]]]) -> str | No
                 kind = _not_finite(tensor)
                 if kind:
                     where = f" in field {field}" if field else ""
-                    return f"training sample {name} has {kind}{where}"
+                    return f"{split} sample {name} has {kind}{where}"
     return None
 
 

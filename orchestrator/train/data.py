@@ -20,8 +20,8 @@ from orchestrator.data.adapt import as_source
 from orchestrator.data.source import SavedPlace, Source
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Gatherable, TensorData
-from orchestrator.train.batches import to_device
 from orchestrator.train.loading import LoadedBatch
+from orchestrator.train.parts.device_copies import MoveToDevice, start_copy
 from orchestrator.train.parts.world import World
 from orchestrator.types import counted
 
@@ -161,7 +161,9 @@ class Feed(ABC):
             usable = found if found.num_samples else self._good_samples(found.faults[0])
             num_samples = found.num_samples if share.num_samples else 0
             kept.append(Share(num_samples, slice(start, start + usable.num_samples)))
-            fetches.append(MoveToDevice(usable.batch, self.world.device))
+            # The first batch of a step is copied while the device computes the step before.
+            move = start_copy if not fetches else MoveToDevice
+            fetches.append(move(usable.batch, self.world.device))
         return kept, fetches, faults
 
     def _good_samples(self, fault: str) -> LoadedBatch:
@@ -203,17 +205,6 @@ class Feed(ABC):
         ]
         all_have_samples = all(part.start < part.stop for part in parts)
         return StepBatch(micro_batches, end - begin, all_have_samples)
-
-
-@dataclass(frozen=True)
-class MoveToDevice:
-    """Brings a loaded batch to the device."""
-
-    batch: Any
-    device: torch.device
-
-    def __call__(self) -> Any:
-        return to_device(self.batch, self.device, pin=False)  # the loader has pinned it
 
 
 def different_ends(rank: int, found: str) -> UserError:

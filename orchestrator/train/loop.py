@@ -260,10 +260,8 @@ class Loop:
             return None
         if self._at_last_step or progress.epoch >= self._cadence.epochs:
             self._evaluate()
-            return Outcome(
-                "completed",
-                f"nothing left to do at step {progress.step}: raise --epochs or --max-steps to go on",
-            )
+            limit = "--epochs" if progress.epoch >= self._cadence.epochs else "--max-steps"
+            return Outcome("completed", f"nothing left to do at step {progress.step}: raise {limit} to go on")
         # The checkpoint of an epoch is written before its evaluation: a run killed in between
         # evaluates now.
         at_end_of_epoch = progress.position == 0 and self._cadence.evaluate_every == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -28,11 +29,13 @@ from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.compiling import Compiled
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
-from orchestrator.train.parts.optim import ScheduledOptimizer, scale_and_clip
+from orchestrator.train.parts.optim import ScheduledOptimizer, clip_factor
 from orchestrator.train.parts.precision import Precision
+from orchestrator.train.parts.weight_copies import WeightCopies
 from orchestrator.train.parts.world import World
 from orchestrator.train.requests import NO_VOTES, Votes
-from orchestrator.train.step_preview import Preview, split_passes
+from orchestrator.train.step_graph.graphs import StepGraphs, with_data
+from orchestrator.train.step_preview import Preview, is_single_pass, split_passes
 from orchestrator.train.step_recovery import Problem, StepRecovery
 from orchestrator.train.step_statistics import StepStatistics
 from orchestrator.train.strategies.base import Strategy
@@ -53,7 +56,10 @@ class Stepper:
     clock: PhaseClock
     emit: Emit
     compiled: Compiled | None = None
+    copies: WeightCopies | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    graphs: StepGraphs | None = None
+    """Where steps are shorter than the Python around them."""
     _recovery: StepRecovery = field(init=False)
     _reduce_totals: TotalsReducer = field(init=False)
     _num_moe_layers: int = field(init=False)
@@ -77,11 +83,15 @@ class Stepper:
         """Take over parameters that were replaced, and another number of experts."""
         self._statistics = StepStatistics(self.strategy.model, self.strategy.context)
         self.optimizer.parameters_changed()
+        if self.copies is not None:
+            self.copies.update()
         self.strategy.experts_changed()
         self.strategy.set_trained(self.optimizer.parameters)
         self._reduce_totals.experts_changed(self.strategy.num_expert_grads)
         if self.compiled is not None:
             self.compiled.experts_changed(self.strategy.model)
+        if self.graphs is not None:
+            self.graphs.drop()
 
     def run(self, batch: StepBatch, step: int, votes: Votes = NO_VOTES) -> Totals:
         """Run step number ``step`` (from 0); return its sums over all workers and the norm of its gradient.
@@ -93,6 +103,12 @@ class Stepper:
             totals: Totals | None = None
             attempt_start = perf_counter()
             try:
+                if self.graphs is not None and self.graphs.is_on:
+                    data = self._fetch(batch)
+                    replayed = self._replay(self.graphs, batch, data, step)
+                    if replayed is not None:
+                        return replayed
+                    batch = with_data(batch, data)
                 totals = self._attempt(batch, step)
             except Exception as error:
                 problem = self._recovery.classify(error, step, self.compiled is not None)
@@ -111,6 +127,44 @@ class Stepper:
         self._report_compilation(perf_counter() - attempt_start)
         return global_totals
 
+    # --- steps of a graph
+
+    def _fetch(self, batch: StepBatch) -> list[Any]:
+        """Bring the data of all micro-batches to the device."""
+        with self.heartbeat.within("data"):
+            data = [micro_batch.fetch() for micro_batch in batch.micro_batches]
+        self.clock.mark("data")
+        return data
+
+    def _replay(self, graphs: StepGraphs, batch: StepBatch, data: list[Any], step: int) -> Totals | None:
+        """Do the step with a graph; return None if there is none for it."""
+        self._statistics.forget()
+        if self.copies is not None:
+            self.copies.refresh()  # an evaluation may have written other weights meanwhile
+        # Before the replay: a graph reads the seed when it starts.
+        self._seed_torch(step)
+        totals = graphs.run(batch, data, step, self.max_pass_samples, partial(self._compute_whole, step=step))
+        if totals is not None:
+            self.clock.mark("graph")
+            self._recovery.grow_back(step)
+        return totals
+
+    def _compute_whole(self, batch: StepBatch, step: int) -> Totals:
+        """Do a whole step in one process, for a graph: it is a single phase of the clock."""
+        clock = self.clock
+        self.clock = PhaseClock()
+        try:
+            on_gpu = self.world.device.type == "cuda"
+            if not (on_gpu and torch.cuda.is_current_stream_capturing()):
+                self._statistics.save()  # a replay cannot fail half-way
+            self._begin(batch)
+            totals = self._run_passes(batch, self._noise_seed(step))
+            totals = self._reduce(totals, batch, NO_VOTES)
+            self._update(totals, step)
+            return totals
+        finally:
+            self.clock = clock
+
     # --- forward and backward
 
     def _attempt(self, batch: StepBatch, step: int) -> Totals | None:
@@ -120,11 +174,24 @@ class Stepper:
         """
         self._statistics.save()
         self._seed_torch(step)
-        self.optimizer.inner.zero_grad(set_to_none=True)
-        self.strategy.begin_step(batch.all_have_samples)
-        # Equal on all hosts: the gates' noise depends on a token's position in the global batch alone.
-        noise_seed = mix(self.seed, "noise", step) >> 20
+        self._begin(batch)
+        noise_seed = self._noise_seed(step)
         self._preview(batch, step, noise_seed)
+        return self._run_passes(batch, noise_seed)
+
+    def _begin(self, batch: StepBatch) -> None:
+        self.optimizer.inner.zero_grad(set_to_none=True)
+        if self.copies is not None:
+            self.copies.begin_step(is_single_pass(batch, self.max_pass_samples))
+        self.strategy.begin_step(batch.all_have_samples)
+
+    def _noise_seed(self, step: int) -> int:
+        """Return the seed of the gates' noise in a step.
+
+        Equal on all hosts: the noise depends on a token's position in the global batch alone."""
+        return mix(self.seed, "noise", step) >> 20
+
+    def _run_passes(self, batch: StepBatch, noise_seed: int) -> Totals | None:
         nominal_count = self._nominal_count(batch)
         totals: Totals | None = None
         for number, micro_batch in enumerate(batch.micro_batches, 1):
@@ -276,7 +343,8 @@ class Stepper:
         if self.precision.scale is not None:
             factor = factor / self.precision.scale.double()
         norm = self.strategy.gradient_norm(gradients, totals.expert_grad_squares)
-        totals.norm = scale_and_clip(gradients, norm, factor, self.clip_norm)
+        totals.norm, factor = clip_factor(norm, factor, self.clip_norm)
+        self.optimizer.scale_gradients(gradients, factor)
         if self.precision.scale is not None:
             # The norm covers the gradients of all workers, so all of them find the same overflows.
             totals.finite = totals.norm.isfinite()
@@ -291,6 +359,10 @@ class Stepper:
         self._statistics.restore()
         self.optimizer.inner.zero_grad(set_to_none=True)
         free_cached(self.world.device)
+        if self.graphs is not None and not self.graphs.is_empty:
+            # Their memory may be what is missing.
+            self.graphs.stop(f"step {step + 1} failed beside the graphs ({problem}); it is repeated without")
+            return
         if problem == "uncompile":
             assert self.compiled is not None
             self.compiled.undo()

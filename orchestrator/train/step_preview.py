@@ -41,6 +41,11 @@ def split_passes(micro_batch: MicroBatch, data: Any, max_samples: int, noise_see
         yield Pass(part, size, context, end == samples)
 
 
+def is_single_pass(step: StepBatch, max_samples: int) -> bool:
+    """Whether a step has one micro-batch, of at most ``max_samples``."""
+    return len(step.micro_batches) == 1 and step.micro_batches[0].num_samples <= max_samples
+
+
 @dataclass(frozen=True)
 class Preview:
     """A ``StepPreview`` of a step on this worker."""
@@ -60,8 +65,7 @@ class Preview:
     def is_single_pass(self) -> bool:
         # Only expert hosts wait for each other in a pass; others may have none.
         joint = self.world.size == 1 or self.strategy.context.exchange.size == self.world.size
-        samples = self.step.micro_batches[0].num_samples
-        return joint and len(self.step.micro_batches) == 1 and samples <= self.max_pass_samples
+        return joint and is_single_pass(self.step, self.max_pass_samples)
 
     def batches(self) -> Iterator[Any]:
         for micro_batch in self.step.micro_batches:

@@ -14,7 +14,8 @@ import torch
 from experts.model import structure_of
 from orchestrator.errors import TrainingFailed
 from orchestrator.record.events import Event
-from orchestrator.train.bad_inputs import find_bad_input
+from orchestrator.train.bad_inputs import ADVICE, find_bad_input
+from orchestrator.train.declared_names import DeclaredNames
 from orchestrator.train.pending import PendingStep, StepFigures, fetch_figures
 from orchestrator.train.training import Training
 
@@ -38,6 +39,9 @@ class StepRecorder:
         self._first_step = training.progress.step
         self._pending: list[PendingStep] = []
         self._window_began_s = 0.0
+        # Where there is validation data, the first evaluation compares the names.
+        names = DeclaredNames(self._stepper.strategy.task, training.log)
+        self._declared_names = names if training.evaluation is None else None
         self._units_per_sample: int = getattr(self._stepper.strategy.task, "units_per_sample", 1)
 
     def restart_window(self) -> None:
@@ -81,6 +85,8 @@ class StepRecorder:
         with self._heartbeat.within("save"):  # the drive may be slow
             self._log.write_all(events)
         self._check_finite(figures, steps)
+        if self._declared_names is not None:
+            self._declared_names.compare(figures[0].metrics)
         self._warn_of_recompiles()
         self.restart_window()
 
@@ -182,7 +188,7 @@ class StepRecorder:
         later = sum(step.totals.samples for step in steps if step.step >= bad.step)
         begin = self._progress.position - later
         sentence = find_bad_input(self._feed.named_samples(bad.epoch, begin, bad.totals.samples))
-        return f"{sentence}. Clean the data, or leave the sample out. " if sentence else None
+        return f"{sentence}. {ADVICE}. " if sentence else None
 
     def _warn_of_recompiles(self) -> None:
         if self._stepper.compiled is None:

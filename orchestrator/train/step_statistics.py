@@ -20,6 +20,7 @@ class StepStatistics:
         self._running = [(buffer.detach().clone(), buffer) for buffer in running_statistics(model)]
         self._routing = [(buffer.clone(), buffer) for buffer in routing]
         self._context = context
+        self._is_saved = False
 
     @property
     def _changing(self) -> list[tuple[Tensor, Tensor]]:
@@ -27,9 +28,16 @@ class StepStatistics:
         return [*self._running, *self._routing] if self._context.observing else self._running
 
     def save(self) -> None:
+        self._is_saved = True
         for copy, buffer in self._changing:
             copy.copy_(buffer)
 
+    def forget(self) -> None:
+        """Begin an attempt that has not saved anything yet."""
+        self._is_saved = False
+
     def restore(self) -> None:
-        for copy, buffer in self._changing:
-            buffer.copy_(copy)
+        """Put the statistics back, if this attempt has saved them."""
+        if self._is_saved:
+            for copy, buffer in self._changing:
+                buffer.copy_(copy)

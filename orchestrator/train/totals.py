@@ -71,6 +71,38 @@ class Totals:
         )
 
 
+@dataclass(frozen=True)
+class PackedTotals:
+    """The totals of a step in one process, in two vectors that the next step overwrites."""
+
+    figures: Tensor
+    """Loss, norm, metrics, and the count if it is on the device; fp64."""
+    loads: Tensor | None
+    source: Totals
+    """The totals before they were packed, for the values that the host knows."""
+
+    @classmethod
+    def of(cls, totals: Totals) -> PackedTotals:
+        assert totals.norm is not None
+        figures = [totals.loss, totals.norm, *totals.metrics.values()]
+        if isinstance(totals.count, Tensor):
+            figures.append(totals.count)
+        device = totals.loss.device
+        packed = torch.cat([_as_vector(value, device) for value in figures])
+        return cls(packed, torch.cat(totals.loads) if totals.loads else None, totals)
+
+    def copied(self) -> Totals:
+        """Return totals that stay: a copy of each vector, and its parts."""
+        source = self.source
+        loss, norm, *rest = self.figures.clone().unbind()
+        count = rest.pop() if isinstance(source.count, Tensor) else source.count
+        loads: tuple[Tensor, ...] = ()
+        if self.loads is not None:
+            loads = self.loads.clone().split([len(load) for load in source.loads])
+        metrics = dict(zip(source.metrics, rest, strict=True))
+        return Totals(loss, count, metrics, loads, source.samples, source.nominal_count, norm)
+
+
 class TotalsReducer:
     """Sums the totals of all workers in one all-reduce per step, in fp64, where whole numbers are exact.
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any
 
-from orchestrator.config.metric import Criterion
+from orchestrator.config.metric import Criterion, missing_metric
 from orchestrator.errors import TrainingFailed
+from orchestrator.train.bad_inputs import ADVICE, find_bad_input
+from orchestrator.train.declared_names import DeclaredNames
+from orchestrator.train.evaluate import Evaluation
 from orchestrator.train.training import Training
+
+_MAX_SEARCHED_SAMPLES = 10_000
+"""Validation samples that are read again, one by one, to find NaN or infinity. The other workers wait."""
 
 
 class Validation:
@@ -19,6 +27,8 @@ class Validation:
         self._patience = training.cadence.patience
         self._criterion = Criterion(training.cadence.metric, training.cadence.mode)
         self._log = training.log
+        self._has_warned = False
+        self._declared_names = DeclaredNames(training.stepper.strategy.task, training.log)
         average = training.stepper.optimizer.average
         self._average = average if average is not None and average.evaluated else None
 
@@ -38,6 +48,10 @@ class Validation:
         progress = self._progress
         with self._average.in_place_of_weights() if self._average else nullcontext():
             result = self._evaluation()
+        if not math.isfinite(result["loss"]) and not self._has_warned:
+            self._has_warned = True
+            self._warn_of_loss(self._evaluation, result)
+        self._declared_names.compare(result["metrics"])
         values = {"loss": result["loss"], **result["metrics"]}
         value = _metric_value(values, self._criterion.name)
         is_best = self._criterion.is_better(value, progress.best_value)
@@ -53,6 +67,18 @@ class Validation:
         self._log.write("evaluate", step=progress.step, epoch=epoch, best=is_best, **result)
         return is_best
 
+    def _warn_of_loss(self, evaluation: Evaluation, result: Mapping[str, Any]) -> None:
+        """Warn that the validation loss is no number, with the sample that is the cause if one is found."""
+        feed = evaluation.feed
+        if not feed.world.is_main:
+            return
+        num_samples = min(result["samples"] + result.get("bad_samples", 0), _MAX_SEARCHED_SAMPLES)
+        sentence = find_bad_input(feed.named_samples(0, 0, num_samples), "validation")
+        finite = f"the first {num_samples} validation samples are finite, but the model's loss of them is not"
+        cause = f"{sentence}. {ADVICE}" if sentence else finite
+        message = f"step {self._progress.step}: validation loss {result['loss']}: {cause}"
+        self._log.write("warning", kind="data", message=message)
+
     @property
     def out_of_patience(self) -> bool:
         """Whether the last evaluations, as many as the run's patience, brought no better result."""
@@ -61,7 +87,5 @@ class Validation:
 
 def _metric_value(values: Mapping[str, float], metric: str) -> float:
     if metric not in values:
-        raise TrainingFailed(
-            f"--early-stopping-metric {metric!r} is not among the validation metrics: {', '.join(values)}"
-        )
+        raise TrainingFailed(missing_metric("--early-stopping-metric", metric, values))
     return values[metric]

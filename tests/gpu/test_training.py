@@ -4,6 +4,7 @@ Run with ``make gpu``."""
 
 from __future__ import annotations
 
+import gc
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,15 @@ def test_data_that_is_read_sample_by_sample_reaches_the_gpu() -> None:
 def test_the_facts_of_a_model_are_traced_for_the_gpu() -> None:
     prepared = Trainer(task=load_task(Config.of(**MOE)), config=Config.of(**MOE), quiet=True).prepare()
     assert prepared.facts.method.startswith("traced for cuda in bf16")
+
+
+def test_buffers_that_nobody_closed_leave_their_pages_to_the_next() -> None:
+    for _ in range(8):
+        buffers = PinnedBuffers(torch.device("cuda", 0))
+        buffers.prepare(2**24)
+        assert buffers.next_buffer(2**24).is_pinned()
+        del buffers
+        gc.collect()
 
 
 def test_buffers_of_snapshots_are_pinned_and_grow() -> None:

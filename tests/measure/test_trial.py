@@ -69,7 +69,8 @@ def test_a_trial_has_the_validation_metrics_and_misses_none() -> None:
     (result,) = run_trial(TrialLimits(1.0, steps=2, metric="accuracy"))
     assert 0 <= result.metrics["accuracy"] <= 1
     with pytest.raises(
-        UserError, match="--objective 'acuracy' is not among the validation metrics: loss, accuracy"
+        UserError,
+        match=r"--objective 'acuracy' \(did you mean 'accuracy'\?\) is not among .*: loss, accuracy",
     ):
         run_trial(TrialLimits(1.0, steps=2, metric="acuracy"))
 

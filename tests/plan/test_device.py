@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.device import choose_device, choose_worker_device
-from orchestrator.types import GIB
+from orchestrator.types import GIB, Choice
 from tests.support.inventories import cluster, gpu, machine, planned
 
 CPU = machine()
@@ -73,6 +75,17 @@ def test_workers_share_the_cores_of_their_node(cores: int, count: int, threads: 
     chosen = planned(machine(cores=cores), workers=count, parallel_strategy="data_parallel").threads
     assert chosen.value == threads
     assert ("workers on a node" in chosen.reason) == (count > 1)
+
+
+def test_a_run_in_one_process_has_the_threads_that_the_user_sets():
+    limited = replace(machine(gpu(), cores=8), omp_threads=1)
+    alone = planned(limited, loader_workers=-1)
+    assert alone.threads == Choice(1, "set by OMP_NUM_THREADS=1")
+    assert (
+        alone.loader_workers.value == planned(machine(gpu(), cores=8), loader_workers=-1).loader_workers.value
+    )
+    shared = planned(limited, workers=2, parallel_strategy="data_parallel", gpu_mode="cpu")
+    assert shared.threads.value == 4, "Ray sets the variable for workers, the user does not"
 
 
 def test_only_workers_on_the_same_node_share_its_cores():

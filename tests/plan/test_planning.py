@@ -133,6 +133,7 @@ def test_no_auto_gives_plain_defaults_and_says_so():
         "strategy": "single",
         "precision": "fp32",
         "compile": False,
+        "cuda_graph": False,
         "tf32": False,
         "expert_kernel": "loop",
         "evolution": "off",

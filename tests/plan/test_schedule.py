@@ -65,7 +65,7 @@ def test_prefetching_doubles_above_eight_gib_for_each_loader_process(
 
 
 @pytest.mark.parametrize(
-    ("gathered", "on_device"), [(None, False), (0, True), (4 * GIB, True), (4 * GIB + MIB, False)]
+    ("gathered", "on_device"), [(None, False), (0, False), (4 * GIB, True), (4 * GIB + MIB, False)]
 )
 def test_small_data_is_kept_on_the_gpu(gathered: int | None, on_device: bool):
     assert planned(H200, model(gathered_bytes=gathered)).data_on_device.value == on_device
@@ -92,9 +92,13 @@ def test_epochs_and_flags_set_the_number_of_steps(settings: dict[str, Any], step
 def test_the_reason_names_the_setting_that_ends_the_run_early():
     settings: dict[str, Any] = {"batch_size": 100, "epochs": 3}
     at_the_end = planned(CPU, **settings, max_steps=300).total_steps
-    assert at_the_end.reason == "3 epochs of 100 steps each (10000 samples in batches of 100)"
+    assert at_the_end.reason == "3 epochs of 100 steps each (10,000 samples in batches of 100)"
     early = planned(CPU, **settings, max_steps=299).total_steps
     assert (early.value, early.reason) == (299, f"set by --max-steps; {at_the_end.reason} would be 300")
+    assert planned(CPU, batch_size=10_000, epochs=1).total_steps.reason.startswith("1 epoch of 1 step each (")
+    more = planned(CPU, **settings, max_steps=400).total_steps
+    assert more.value == 300
+    assert more.reason == f"{at_the_end.reason}, less than --max-steps 400: raise --epochs for more"
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -148,3 +152,15 @@ def test_steps_of_data_of_unknown_length_are_not_cut(settings: dict[str, Any]):
     long = planned(H200, model(samples=10**9, gathered_bytes=None), **settings)
     assert stream.global_batch_size == long.global_batch_size
     assert stream.eval_batch_size.value == long.eval_batch_size.value
+
+
+def test_weights_that_are_trained_already_have_a_small_learning_rate():
+    assert planned(CPU).learning_rate.value == 3e-3
+    given: list[dict[str, Any]] = [
+        {},
+        {"lora": 8},
+        {"from_scratch": True},
+        {"lora": 8, "learning_rate": 1e-3},
+    ]
+    plans = [planned(CPU, task="lm", model="folder", **settings) for settings in given]
+    assert [plan.learning_rate.value for plan in plans] == [2e-5, 2e-4, 3e-3, 1e-3]

@@ -21,7 +21,9 @@ from experts.group import Group
 from experts.kernels import grouped
 from experts.layer import MoELayer
 from experts.model import initialise
+from experts.tokens.dispatch import copy_rows, sum_rows
 from experts.tokens.exchange import GroupExchange
+from experts.types import RowMap
 from orchestrator.config.settings import Config
 from tests.support.planted_faults import (
     HOSTS,
@@ -191,14 +193,17 @@ def weigh_by_zero(patch: pytest.MonkeyPatch) -> None:
     """Every expert computes every row, and the weights of rows that are not its own are zero."""
     real: Any = ExpertBank.forward
 
-    def masked(self: ExpertBank, rows_RD: Tensor, counts_L: Tensor, weights_R: Tensor) -> Tensor:
+    def masked(
+        self: ExpertBank, x_TD: Tensor, counts_L: Tensor, weights_R: Tensor, row_map: RowMap
+    ) -> Tensor:
+        rows_RD = copy_rows(x_TD, row_map)
         slot_R = torch.repeat_interleave(torch.arange(len(counts_L)), counts_L)
         all_rows_LL = torch.eye(len(counts_L), dtype=counts_L.dtype) * len(rows_RD)
         outputs = [
             real(self, rows_RD, all_rows_L, weights_R * (slot_R == slot))
             for slot, all_rows_L in enumerate(all_rows_LL)
         ]
-        return torch.stack(outputs).sum(0)
+        return sum_rows(torch.stack(outputs).sum(0), row_map)
 
     patch.setattr(ExpertBank, "forward", masked)
 

@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import psutil
@@ -33,7 +33,13 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
 
 _MODULE = "orchestrator.measure.calibration.calibrate"
-_TIMEOUT_S = 120.0
+_STUCK_S = 120.0
+"""The time without progress after which workers are ended."""
+_PROGRESS_S = 1.0
+"""Processor seconds of all workers together that count as progress; a worker that hangs uses hardly any."""
+_POLL_S = 0.2
+_GROUP_TIMEOUT_S = 3600.0
+"""A worker may wait long for a slow one: ``_STUCK_S`` ends both where neither computes."""
 
 
 def calibrate(
@@ -98,10 +104,10 @@ def _profile_of_workers(
     progress(f"{workers} workers at once, and the link between them")
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         job = {"workers": workers, "tiny": scope.sizes == TINY, "folder": folder, "threads": threads}
-        ranks = [_start_worker(job | {"rank": rank}) for rank in range(workers)]
+        ranks: list[subprocess.Popen[bytes]] = []
         try:
-            for rank, process in enumerate(ranks):
-                _wait_for_worker(rank, process)
+            ranks += [_start_worker(job | {"rank": rank}) for rank in range(workers)]
+            _wait_for_workers(ranks, Path(folder))
         finally:
             for process in ranks:
                 process.kill()
@@ -110,24 +116,60 @@ def _profile_of_workers(
     return TypeAdapter(Profile).validate_json(text)
 
 
-def _start_worker(job: dict[str, Any]) -> subprocess.Popen[str]:
+def _start_worker(job: dict[str, Any]) -> subprocess.Popen[bytes]:
     # OMP reads the number of threads when it starts, so it is set before Python.
     command = ["env", f"OMP_NUM_THREADS={job['threads']}", sys.executable, "-m", _MODULE]
-    return subprocess.Popen(
-        [*command, json.dumps(job)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    with _errors_of(job["rank"], Path(job["folder"])).open("wb") as errors:
+        return subprocess.Popen([*command, json.dumps(job)], stdout=subprocess.DEVNULL, stderr=errors)
 
 
-def _wait_for_worker(rank: int, process: subprocess.Popen[str]) -> None:
+def _errors_of(rank: int, folder: Path) -> Path:
+    return folder / f"errors_{rank}.txt"
+
+
+class _Progress:
+    """Tells workers that hang from those that are slow because other programs use the processors."""
+
+    def __init__(self, now_s: float) -> None:
+        self._last_used_s = 0.0
+        self._last_time_s = now_s
+
+    def is_stuck(self, used_s: float, now_s: float) -> bool:
+        """Whether workers that have used ``used_s`` seconds of processors so far do not progress."""
+        # Less than before: a worker has ended.
+        if abs(used_s - self._last_used_s) >= _PROGRESS_S:
+            self._last_used_s = used_s
+            self._last_time_s = now_s
+        return now_s - self._last_time_s > _STUCK_S
+
+
+def _wait_for_workers(ranks: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Wait until all workers have ended, or one has failed: the others would wait for it."""
+    progress = _Progress(perf_counter())
+    while running := [process for process in ranks if process.poll() is None]:
+        if any(process.returncode for process in ranks):
+            break
+        if progress.is_stuck(sum(map(_used_seconds, running)), perf_counter()):
+            raise ResourceError(
+                f"the workers of the calibration made no progress for {_STUCK_S:g} s; "
+                "'orchestrator check' tries collectives"
+            )
+        sleep(_POLL_S)
+    for rank, process in enumerate(ranks):
+        if process.returncode:
+            errors = _errors_of(rank, folder).read_text(encoding="utf-8", errors="replace")
+            last_line = (errors.strip().splitlines() or ["no message"])[-1]
+            raise ResourceError(
+                f"worker {rank} of the calibration ended with code {process.returncode}: {last_line}"
+            )
+
+
+def _used_seconds(process: subprocess.Popen[bytes]) -> float:
     try:
-        _, errors = process.communicate(timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise ResourceError(f"the workers of the calibration did not end within {_TIMEOUT_S:g} s") from None
-    if process.returncode:
-        last_line = (errors.strip().splitlines() or ["no message"])[-1]
-        raise ResourceError(
-            f"worker {rank} of the calibration ended with code {process.returncode}: {last_line}"
-        )
+        times = psutil.Process(process.pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return times.user + times.system
 
 
 def run_worker(job: dict[str, Any]) -> None:
@@ -144,7 +186,7 @@ def run_worker(job: dict[str, Any]) -> None:
     backend = "nccl" if scope.on_gpu else "gloo"
     torch.set_num_threads(threads)
     store = file_store(str(folder / "store"), size)
-    with process_group_world(store, rank, size, device, backend, _TIMEOUT_S) as world:
+    with process_group_world(store, rank, size, device, backend, _GROUP_TIMEOUT_S) as world:
         kind: LinkKind = "nvlink" if scope.on_gpu else "shared memory"
         links = measured_links(world, kind)
         world.barrier()

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from orchestrator.config.optim import OptimSettings
 from orchestrator.measure.calibration.measured_sizes import DTYPES, MeasuredSizes
 from orchestrator.measure.calibration.timer import Timer
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, as_floats
 from orchestrator.plan.cost.ops import MOVES, MoveKind
-from orchestrator.train.parts.optim import norm_of_gradients, scale_and_clip
+from orchestrator.train.parts.named_optimizers import build_adamw
+from orchestrator.train.parts.optim import ScheduledOptimizer, clip_factor, norm_of_gradients
 
 _HEAD_WIDTH = 64
 
@@ -133,11 +135,13 @@ def make_update(parameters: list[nn.Parameter]) -> Callable[[], None]:
     """Return a function that updates the parameters as at the end of a step."""
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, fused=True)
+    settings = OptimSettings()
+    optimizer = ScheduledOptimizer(build_adamw([{"params": parameters}], settings, fused=True), lambda _: 1.0)
 
     def update() -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        scale_and_clip(gradients, norm_of_gradients(gradients), 0.5, 1.0)
-        optimizer.step()
+        _, factor = clip_factor(norm_of_gradients(gradients), 0.5, 1.0)
+        optimizer.scale_gradients(gradients, factor)
+        optimizer.step(0, None)
 
     return update

@@ -33,11 +33,11 @@ def fake_tensor_mode() -> Iterator[FakeTensorMode]:
         logger.disabled = before
 
 
-def first_samples(data: Any, count: int) -> Any:
-    """Return the first samples as a batch; short data is repeated."""
+def first_samples(data: Any, count: int, split: str = "training") -> Any:
+    """Return the first samples as a batch; short data is repeated. ``split`` is for messages."""
     data = with_random_access(data, count)
     if len(data) == 0:
-        raise UserError("the training data is empty; at least one sample is needed")
+        raise UserError(f"the {split} data is empty; at least one sample is needed")
     if isinstance(data, Gatherable):
         return data.gather(torch.arange(count) % len(data))
     feed = open_feed(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from orchestrator.config.metric import missing_metric
 from orchestrator.errors import UserError
 from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
 from orchestrator.tasks.task import Task
@@ -26,8 +27,7 @@ def check_watched_metric(task: Task, metric: str) -> None:
         return
     names = validation_metrics(task)
     if names is not None and metric not in names:
-        known = ", ".join(["loss", *names])
-        raise UserError(f"--early-stopping-metric {metric!r} is not among the validation metrics: {known}")
+        raise UserError(missing_metric("--early-stopping-metric", metric, names))
 
 
 def validation_metrics(task: Task) -> list[str] | None:
@@ -35,7 +35,7 @@ def validation_metrics(task: Task) -> list[str] | None:
     data = task.validation_data() if hasattr(task, "validation_data") else None
     if data is None:
         return None
-    batch = first_samples(as_dataset(data), _SAMPLES)
+    batch = first_samples(as_dataset(data), _SAMPLES, "validation")
     for find in (_names_of_fake_loss, _names_of_loss):
         names = _unless_it_fails(lambda find=find: find(task, batch))
         if names is not None:

@@ -19,6 +19,7 @@ from experts.balance import moe_layers
 from experts.bank import ExpertBank
 from experts.gate import Gate
 from experts.routed import RoutedExperts
+from experts.transformers.router_bias import has_router_biases
 from orchestrator.data.ray_rows import RayRows
 from orchestrator.data.source import LoaderSettings
 from orchestrator.errors import OrchestratorError, UserError
@@ -54,6 +55,8 @@ class ForwardTrace:
     saved_in_blocks: float
     block_inputs: float
     largest: float
+    count: float
+    """The count of the loss; of a tensor, whose value is not known here, the samples."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ def model_facts(task: Task, device_name: str, precision: PrecisionName) -> Model
         _check_size(task, error)
         traced = _run_on_cpu(task, small, twice)
     num_validation = num_samples(as_dataset(validation)) if validation is not None else 0
+    if validation is not None and num_validation == 0:
+        raise UserError("the validation data is empty; at least one sample is needed, or None in its place")
     return _facts(task, traced, data, num_validation)
 
 
@@ -189,6 +194,7 @@ class _ForwardRun:
             saved_in_blocks=counter.in_blocks,
             block_inputs=float(counter.block_inputs),
             largest=counter.largest,
+            count=float(samples if isinstance(loss.count, Tensor) else loss.count),
         )
 
     @contextmanager
@@ -295,6 +301,9 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
         own_optimizer=_has_own_optimizer(task, parameters),
         method=traced.method,
         expert_weights=tuple(_expert_parameters(layer) for layer in layers),
+        frozen_experts=_parameters_within(model, ExpertBank, trained=False),
+        router_biases=has_router_biases(model),
+        counts_batches=small.count == traced.twice.count,
         limits_capacity=any(layer.capacity is not None for layer in layers),
         structure=_structure_hash(model),
         unsaved=_unsaved_parameters(model),
@@ -338,9 +347,12 @@ def _expert_parameters(layer: RoutedExperts) -> tuple[int, ...]:
     return tuple(sum(size for ids, size in stacks if expert in ids) for expert in layer.bank.held)
 
 
-def _parameters_within(model: nn.Module, kind: type[nn.Module]) -> int:
+def _parameters_within(model: nn.Module, kind: type[nn.Module], trained: bool | None = None) -> int:
+    """Return the parameters in modules of a kind; only the trained or the frozen ones if ``trained`` is
+    given."""
     modules = [module for module in model.modules() if isinstance(module, kind)]
-    return sum(p.numel() for module in modules for p in module.parameters())
+    parameters = [p for module in modules for p in module.parameters()]
+    return sum(p.numel() for p in parameters if trained in (None, p.requires_grad))
 
 
 def _has_own_optimizer(task: Task, parameters: list[nn.Parameter]) -> bool:

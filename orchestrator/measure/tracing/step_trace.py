@@ -73,13 +73,17 @@ def trace_micro_batch(task: Task, samples: int, options: TraceOptions | None = N
         ops = run.trace()
     parameters = list(model.parameters())
     own_experts = _expert_parameters(model) if options.hosts > 1 else []
+    frozen = [p for p in parameters if not p.requires_grad]
+    frozen_experts = [p for p in own_experts if not p.requires_grad]
     return replace(
         ops,
         samples=samples,
         parameters=sum(p.numel() for p in parameters),
         expert_parameters=sum(p.numel() for p in own_experts),
-        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
-        frozen_experts=sum(p.numel() for p in own_experts if not p.requires_grad),
+        frozen=sum(p.numel() for p in frozen),
+        frozen_experts=sum(p.numel() for p in frozen_experts),
+        frozen_bytes=sum(p.nbytes for p in frozen),
+        frozen_expert_bytes=sum(p.nbytes for p in frozen_experts),
         tensors=sum(1 for p in parameters if p.requires_grad),
     )
 

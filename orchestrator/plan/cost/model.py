@@ -33,10 +33,11 @@ PARTS: tuple[str, ...] = (
     "overlap",
 )
 _LOCAL_PARTS = PARTS[:4]  # those that share the processors of the node
+HOST_OVERHEAD = "host overhead"
 _LIMIT_NAMES = {
     "compute": "arithmetic",
     "memory": "memory bandwidth",
-    "overhead": "host overhead",
+    "overhead": HOST_OVERHEAD,
     "optimizer": "optimizer",
     "gradients": "gradient all-reduce",
     "exchange": "token exchange",
@@ -190,7 +191,7 @@ def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Paral
     copies = ops.gradient_bytes if bucketed else 0.0
     alive = max(ops.peak_bytes, gradients)
     return MemoryEstimate(
-        parameters=4.0 * ops.parameters,
+        parameters=ops.weight_bytes,
         gradients=gradients + copies,
         optimizer=8.0 * ops.trained,
         activations=alive - gradients + device.reserved_bytes,

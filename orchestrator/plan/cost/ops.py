@@ -122,6 +122,10 @@ class MicroBatchOps:
     """The part of ``parameters`` that is not trained."""
     frozen_experts: int = 0
     """The part of ``expert_parameters`` that is not trained."""
+    frozen_bytes: int = 0
+    """Bytes of the ``frozen`` parameters: they may be stored in two bytes each, trained ones in four."""
+    frozen_expert_bytes: int = 0
+    """Bytes of the ``frozen_experts``."""
     tensors: int = 0
     """Parameter tensors of the optimizer."""
     peak_bytes: float = 0.0
@@ -146,9 +150,19 @@ class MicroBatchOps:
     @property
     def gradient_bytes(self) -> float:
         """Bytes of the gradients of replicated parameters, which all devices reduce."""
-        return 4.0 * (self.trained - (self.expert_parameters - self.frozen_experts))
+        return 4.0 * (self.trained - self._trained_experts)
 
     @property
     def replicated_bytes(self) -> float:
         """Bytes of the parameters that all devices have, or shards of."""
-        return 4.0 * (self.parameters - self.expert_parameters)
+        expert_bytes = 4.0 * self._trained_experts + self.frozen_expert_bytes
+        return self.weight_bytes - expert_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the parameters on this device."""
+        return 4.0 * self.trained + self.frozen_bytes
+
+    @property
+    def _trained_experts(self) -> int:
+        return self.expert_parameters - self.frozen_experts

@@ -48,6 +48,8 @@ class Inventory:
     """Why present GPUs cannot be used: a line that says what is wrong, and a line that says what
     to do."""
     disk_free: int
+    omp_threads: int | None = None
+    """The number of OMP_NUM_THREADS, where the user may have set it."""
 
     @property
     def same_model(self) -> bool:
@@ -86,6 +88,7 @@ def inventory(disk: Path = Path(".")) -> Inventory:
         versions=_versions(torch),
         gpu_error=gpu_error,
         disk_free=shutil.disk_usage(existing_folder(disk)).free,
+        omp_threads=_omp_threads(),
     )
 
 
@@ -162,6 +165,13 @@ def nccl_may_share_gpus() -> bool:
 def in_cluster() -> bool:
     """Return whether this process runs inside a Ray job, or RAY_ADDRESS names a cluster."""
     return os.environ.get("RAY_ADDRESS", "local") != "local"
+
+
+def _omp_threads() -> int | None:
+    """Return the number of OMP_NUM_THREADS; None in a cluster, whose processes Ray sets it for."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    is_set = given.isdecimal() and int(given) > 0
+    return int(given) if is_set and not in_cluster() else None
 
 
 def secret_values() -> Secrets:

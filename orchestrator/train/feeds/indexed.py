@@ -97,7 +97,7 @@ class IndexedFeed(Feed):
             yield begin, min(begin + self.global_batch, self._num_samples)
 
     def _gathered_steps(self, data: Gatherable, order: Tensor, position: int) -> Iterator[StepBatch]:
-        order = order.to(_device_of(data))
+        order = to_device(order, _device_of(data), pin=True)
         for begin, end in self._step_bounds(position):
             shares = self._shares(begin, end)
             fetches = [_GatherRows(data, order[share.samples], self.world.device) for share in shares]

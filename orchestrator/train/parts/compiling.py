@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from experts.bank import ExpertBank
+from experts.bank import ExpertBank, refresh_copies
 from experts.gate import Gate
 from orchestrator.config.settings import CompileMode, CompileParts
 from orchestrator.errors import UserError
@@ -42,7 +42,13 @@ class Compiled:
     def _compile(self, module: nn.Module) -> None:
         handle: Any = module
         mode = None if self._mode == "default" else self._mode
-        handle._compiled_call_impl = torch.compile(_call_of(module), mode=mode)
+        compiled = torch.compile(_call_of(module), mode=mode)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            refresh_copies(module)  # compiled code cannot find out that weights were written
+            return compiled(*arguments, **keywords)
+
+        handle._compiled_call_impl = call
 
     def experts_changed(self, model: nn.Module) -> None:
         """Compile the modules that have replaced others."""

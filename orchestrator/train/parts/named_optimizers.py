@@ -10,6 +10,7 @@ from torch import nn
 
 from experts.bank import ExpertBank
 from orchestrator.config.optim import OptimSettings
+from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.adamw8bit import AdamW8bit
 from orchestrator.train.parts.muon import Muon
 
@@ -28,7 +29,7 @@ def build_named_optimizer(
     dims = _matrix_dims(model)
     matrices = [p for p in parameters if dims.get(id(p), p.ndim) >= 2]
     others = [p for p in parameters if dims.get(id(p), p.ndim) < 2]
-    lr = settings.learning_rate
+    lr = settings.peak_learning_rate
     decay = settings.weight_decay
     # Decay keeps the weights of products small; a norm's scale or a bias should not tend to zero.
     other_decay = decay if settings.decay_biases else 0.0
@@ -37,7 +38,7 @@ def build_named_optimizer(
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum_used, fused=fused)
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=settings.betas, eps=settings.eps, fused=fused)
+        return build_adamw(groups, settings, fused)
     if settings.optimizer == "adamw8bit":
         return AdamW8bit(groups, lr=lr, betas=settings.betas, eps=settings.eps)
     # Rows of an embedding are looked up, not multiplied: AdamW trains them.
@@ -47,6 +48,16 @@ def build_named_optimizer(
     adamw_groups = [{"params": tables, "weight_decay": decay}, other_group]
     adamw = torch.optim.AdamW(adamw_groups, lr=lr, betas=settings.betas, eps=settings.eps, fused=fused)
     return Muon(matrices, adamw, lr, momentum=settings.momentum_used, weight_decay=decay)
+
+
+def build_adamw(groups: list[dict[str, Any]], settings: OptimSettings, fused: bool) -> torch.optim.AdamW:
+    """Build AdamW: our own for whole parameters on a GPU, else torch's, with the same state."""
+    parameters = [p for group in groups for p in group["params"]]
+    whole_on_gpu = all(p.is_cuda and not hasattr(p, "to_local") for p in parameters)
+    if fused and whole_on_gpu:
+        return AdamW(groups, settings.peak_learning_rate, settings.betas, settings.eps)
+    rate = settings.peak_learning_rate
+    return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps, fused=fused)
 
 
 def _apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from experts.host_copy import to_host
 from orchestrator.config.optim import Schedule
+from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.weight_average import WeightAverage
 
 MIN_LR_FACTOR = 0.1  # of the peak learning rate, at the end of the cosine
@@ -62,6 +65,10 @@ class ScheduledOptimizer:
         self._peak_lrs = [
             float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups
         ]
+        self.keeps_rates = False
+        """Whether the groups keep their learning rates in a step, as in the capture of a graph."""
+        # Where a graph may read a rate from the device, it is fp32 there: all steps then take the same.
+        self._in_fp32 = any(p.is_cuda for p in self.parameters)
         # Fused optimizers read ``found_inf`` on the device and skip the update themselves.
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -74,19 +81,39 @@ class ScheduledOptimizer:
         if self._schedule is not None:
             self.factor = warmup_schedule(self._schedule, warmup, total)
 
+    @property
+    def peak_rates(self) -> tuple[float, ...]:
+        """The learning rate of each group, before the factor of a step."""
+        return tuple(self._peak_lrs)
+
     def learning_rate(self, step: int) -> float:
         return self._peak_lrs[0] * self.factor(step)
 
     def step(self, step: int, finite: Tensor | None) -> None:
         """Update the weights, unless ``finite`` says that the gradients overflowed, and their average."""
         self._update_weights(step, finite)
+        if isinstance(self.inner, AdamW):
+            self.inner.gradient_factor = None
         if self.average is not None:
             self.average.update()
 
-    def _update_weights(self, step: int, finite: Tensor | None) -> None:
+    def scale_gradients(self, gradients: list[Tensor], factor: float | Tensor) -> None:
+        """Multiply gradients by a factor: in the next step, where the optimizer does, or at once."""
+        if isinstance(self.inner, AdamW) and isinstance(factor, Tensor):
+            self.inner.gradient_factor = factor
+        else:
+            scale_gradients(gradients, factor)
+
+    def set_rates(self, step: int) -> None:
+        """Give each group its learning rate of a step."""
         factor = self.factor(step)
         for group, peak in zip(self.inner.param_groups, self._peak_lrs, strict=True):
-            group["lr"] = peak * factor
+            rate = peak * factor
+            group["lr"] = float(np.float32(rate)) if self._in_fp32 else rate
+
+    def _update_weights(self, step: int, finite: Tensor | None) -> None:
+        if not self.keeps_rates:
+            self.set_rates(step)
         if finite is None:
             self.inner.step()
         elif self._skips_on_device:
@@ -102,23 +129,34 @@ def norm_of_gradients(gradients: list[Tensor]) -> Tensor:
     """Return the norm of gradients taken as one vector, in fp64: each counted once, in order."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
+    # Sums of short types are kept in fp32. Torch computes tensors of one type together.
+    wide = reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
+    norms: dict[int, Tensor] = {}
+    for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
+        places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        of_type = torch._foreach_norm([gradients[place] for place in places], 2, wide)  # pyright: ignore[reportPrivateImportUsage]
+        norms |= dict(zip(places, of_type, strict=True))
+    in_order = torch.stack([norms[place] for place in range(len(gradients))])
+    return torch.linalg.vector_norm(in_order, dtype=torch.float64)
 
 
-def scale_and_clip(gradients: list[Tensor], norm: Tensor, factor: float | Tensor, clip_norm: float) -> Tensor:
-    """Multiply gradients by ``factor`` and clip them by their global norm, in one pass over them.
+def clip_factor(norm: Tensor, factor: float | Tensor, clip_norm: float) -> tuple[Tensor, float | Tensor]:
+    """Return the norm of gradients times ``factor``, and the factor that clips their global norm too.
 
-    ``norm`` is the norm before the multiplication. Returns the norm after it and before clipping.
-    """
+    ``norm`` is the norm before the multiplication."""
     if isinstance(factor, Tensor):
         factor = factor.to(norm.device)
     if isinstance(factor, Tensor) or factor != 1.0:
         norm = norm * factor
     if clip_norm > 0:
         factor = (factor * clip_norm) / norm.clamp(min=clip_norm)
+    return norm, factor
+
+
+def scale_gradients(gradients: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients by a factor, in one pass over them."""
     if not gradients:
-        return norm
+        return
     if isinstance(factor, Tensor) and factor.device.type == "cpu":
         # Reading it makes nobody wait, and a factor of one saves a pass over the gradients.
         factor = float(factor)
@@ -127,4 +165,3 @@ def scale_and_clip(gradients: list[Tensor], norm: Tensor, factor: float | Tensor
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
     elif factor != 1.0:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
-    return norm

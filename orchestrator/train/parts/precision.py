@@ -40,6 +40,11 @@ class Precision:
         self.scale = torch.full((), _INITIAL_SCALE, device=device) if kind == "fp16" else None
         self._good_steps = torch.zeros((), dtype=torch.int64, device=device)
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type that autocast computes in; None in fp32."""
+        return _DTYPES.get(self.kind)
+
     def autocast(self) -> AbstractContextManager[Any]:
         return autocast(self.kind, self.device)
 
@@ -48,14 +53,16 @@ class Precision:
         return gradient if self.scale is None else gradient * self.scale
 
     def update(self, finite: Tensor) -> None:
-        """Halve the scale if a gradient overflowed in a step; double it after many good steps."""
+        """Halve the scale if a gradient overflowed in a step; double it after many good steps.
+
+        In place, since a captured step reads and writes the same memory."""
         if self.scale is None:
             return
-        self._good_steps = torch.where(finite, self._good_steps + 1, 0)
-        grows = self._good_steps >= _GROWTH_INTERVAL
-        self._good_steps = torch.where(grows, 0, self._good_steps)
+        good_steps = torch.where(finite, self._good_steps + 1, 0)
+        grows = good_steps >= _GROWTH_INTERVAL
+        self._good_steps.copy_(torch.where(grows, 0, good_steps))
         grown = torch.where(grows, self.scale * 2, self.scale)
-        self.scale = torch.where(finite, grown, self.scale / 2)
+        self.scale.copy_(torch.where(finite, grown, self.scale / 2))
 
     def scale_underflowed(self) -> bool:
         """Return whether the scale fell so far that no gradient is representable.
@@ -71,5 +78,5 @@ class Precision:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         if self.scale is not None and "scale" in state:
-            self.scale = torch.full_like(self.scale, state["scale"])
-            self._good_steps = torch.full_like(self._good_steps, int(state["good_steps"]))
+            self.scale.fill_(state["scale"])
+            self._good_steps.fill_(int(state["good_steps"]))

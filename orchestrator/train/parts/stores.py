@@ -8,12 +8,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from tempfile import TemporaryFile
 from typing import Any
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 _PIECE_CHARACTERS = 2**22
 """torch's store ends the connection of a client that sends more than 8 MiB in one value."""
+
+_NO_HOST_NAME = b"The hostname of the client socket cannot be retrieved"
 
 
 def put_value(store: Store, key: str, value: Any) -> list[str]:
@@ -48,24 +51,28 @@ def tcp_store(address: str, port: int, size: int, is_main: bool, timeout_s: floa
 
 def open_store(address: str) -> tuple[Store, tuple[str, int]]:
     """Serve a store for other processes on a free port; return it with its address and port."""
-    # torch warns of an address that has no host name; errors are raised.
-    with _hidden_stderr():
+    with _without_host_name_warnings():
         store = TCPStore(address, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     return store, (address, store.port)
 
 
 @contextmanager
-def _hidden_stderr() -> Iterator[None]:
-    """Hide what C++ libraries write to the screen."""
+def _without_host_name_warnings() -> Iterator[None]:
+    """Hide torch's warnings about addresses without a host name; all other output is shown at the end."""
     sys.stderr.flush()
     shown = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(shown, 2)
-        os.close(shown)
+    with TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(shown, 2)
+            os.close(shown)
+            written.seek(0)
+            for line in written:
+                if _NO_HOST_NAME not in line:
+                    os.write(2, line)
 
 
 def file_store(path: str, size: int) -> Store:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from experts.model import mix
-from orchestrator.config.metric import Criterion, declared_metrics, find_criterion
+from orchestrator.config.metric import Criterion, declared_metrics, find_criterion, missing_metric
 from orchestrator.config.settings import Config
 from orchestrator.data.cursor import CursorHooks
 from orchestrator.errors import UserError
@@ -29,7 +30,7 @@ from orchestrator.train.parts.weight_average import drop_average
 from orchestrator.train.parts.world import World
 from orchestrator.train.training import Cadence, Training
 from orchestrator.train.worker.build_evolution import EvolutionParts, build_evolution
-from orchestrator.train.worker.build_model import ModelParts, build_parts, build_stepper
+from orchestrator.train.worker.build_model import ModelParts, build_graphs, build_parts, build_stepper
 from orchestrator.train.worker.placed_experts import PlacedExperts
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import (
@@ -42,6 +43,12 @@ from orchestrator.train.worker.resume import (
 _DEBUG_EVALUATION_BATCHES = 2
 
 
+class OpenStore(Protocol):
+    """Opens the checkpoints of a run, as ``CheckpointStore`` does."""
+
+    def __call__(self, folder: Path, *, keep: int = 3, repair: bool) -> CheckpointStore: ...
+
+
 @dataclass(frozen=True)
 class WorkerContext:
     """One worker of a run: its job, its world, and where it records."""
@@ -51,6 +58,7 @@ class WorkerContext:
     run_dir: Path
     log: Log
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    open_store: OpenStore = CheckpointStore
 
 
 def build_training(
@@ -73,7 +81,8 @@ def build_training(
     feed = build_feed(config, plan, task, world)
     _connect(feed, worker)
     evaluation = build_evaluation(config, plan, task, world, parts, worker.heartbeat)
-    store = CheckpointStore(worker.run_dir / "checkpoints", config.checkpoint.keep, repair=world.is_main)
+    folder = worker.run_dir / "checkpoints"
+    store = worker.open_store(folder, keep=config.checkpoint.keep, repair=world.is_main)
     # Everything above may draw random numbers. A resumed run restores its own generators below.
     seed_python_and_numpy(mix(config.run.seed, "run"))
     progress = _restore(worker, parts.state, store, resume)
@@ -95,6 +104,7 @@ def build_training(
     # In lockstep all workers do passes of the same size, the mean; else each its own largest.
     micro_batch = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
     stepper = build_stepper(config, world, parts, micro_batch, log.write, worker.heartbeat)
+    stepper.graphs = build_graphs(config, plan, world, parts, log.write)
     return Training(
         stepper=stepper,
         feed=feed,
@@ -190,9 +200,7 @@ def check_has_metric(evaluation: Evaluation, metric: str, flag: str) -> None:
     trial = replace(evaluation, max_batches=1, name="try")
     metrics = trial()["metrics"]
     if metric not in metrics:
-        raise UserError(
-            f"{flag} {metric!r} is not among the validation metrics: {', '.join(['loss', *metrics])}"
-        )
+        raise UserError(missing_metric(flag, metric, metrics))
 
 
 def _loader_options(config: Config, plan: Plan) -> LoaderOptions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loading import seed_python_and_numpy
+from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.parts.compiling import Compiled
 from orchestrator.train.parts.named_optimizers import build_named_optimizer
@@ -35,8 +36,12 @@ from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.precision import Precision, store_frozen
 from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.weight_average import WeightAverage
+from orchestrator.train.parts.weight_copies import WeightCopies
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
+from orchestrator.train.step_graph.graphs import StepGraphs
+from orchestrator.train.step_graph.obstacles import find_obstacle
+from orchestrator.train.step_graph.recorder import CudaRecorder
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import (
     BufferChoice,
@@ -61,6 +66,7 @@ class ModelParts:
     precision: Precision
     compiled: Compiled | None
     evolution: EvolutionState | None = None
+    copies: WeightCopies | None = None
 
     @property
     def state(self) -> TrainState:
@@ -106,18 +112,22 @@ def build_parts(
         layer.bank.kernel = config.device.expert_kernel
         if plan.expert_kernel.value == "loop":
             layer.bank.kernel = "loop"
+        # Blocks that are recomputed include their experts.
+        layer.bank.recomputes = config.device.recompute_experts and not plan.activation_checkpointing.value
     if plan.activation_checkpointing.value:
         recompute_blocks(model, None if plan.compile.value else strategy.context)
     compiled = None
     if plan.compile.value:
         compiled = Compiled(model, config.device.compile_mode, config.device.compile_parts)
+    optimizer = build_optimizer(config, plan, task, model)
     return ModelParts(
         model,
         strategy,
-        build_optimizer(config, plan, task, model),
+        optimizer,
         Precision(plan.precision.value, world.device),
         compiled,
         EvolutionState() if _experts_change(plan, experts) else None,
+        _weight_copies(plan, world, model, optimizer),
     )
 
 
@@ -260,7 +270,8 @@ def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) ->
                 f"--optimizer {config.optim.optimizer} needs whole weights, and the plan shards them to save "
                 "memory; choose adamw"
             )
-        optimizer = build_named_optimizer(model, config.optim, plan.fused_optimizer.value, trained)
+        settings = replace(config.optim, learning_rate=plan.learning_rate.value)
+        optimizer = build_named_optimizer(model, settings, plan.fused_optimizer.value, trained)
     average = None
     if config.optim.ema_decay is not None:
         average = WeightAverage(optimizer, config.optim.ema_decay, config.optim.evaluate_ema)
@@ -272,6 +283,17 @@ def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) ->
         config.optim.schedule,
         average,
     )
+
+
+def _weight_copies(
+    plan: Plan, world: World, model: nn.Module, optimizer: ScheduledOptimizer
+) -> WeightCopies | None:
+    """Return copies of the experts' weights in bf16, where an optimizer that writes them trains one process.
+
+    In fp16 gradients would overflow; several workers sum theirs in the type of the weights."""
+    if world.size > 1 or plan.precision.value != "bf16" or not isinstance(optimizer.inner, AdamW):
+        return None
+    return WeightCopies(model, optimizer.inner, torch.bfloat16)
 
 
 def build_stepper(
@@ -293,5 +315,24 @@ def build_stepper(
         clock=DevicePhaseClock(world.device) if world.device.type == "cuda" else PhaseClock(),
         emit=emit,
         compiled=parts.compiled,
+        copies=parts.copies,
         heartbeat=heartbeat or Heartbeat(),
     )
+
+
+def build_graphs(
+    config: Config, plan: Plan, world: World, parts: ModelParts, emit: Emit
+) -> StepGraphs | None:
+    """Return the graphs of a run's steps, where the plan chose them; None if the model speaks against it."""
+    if not plan.cuda_graph.value or world.size > 1:
+        return None
+    optimizer = parts.optimizer
+    obstacle = find_obstacle(parts.strategy, optimizer.inner, parts.precision, world.device)
+    is_required = config.device.cuda_graph == "on"
+    if obstacle is None:
+        recorder = CudaRecorder(world.device)
+        return StepGraphs(recorder, parts.strategy, optimizer, world.device, emit, is_required)
+    if is_required:
+        raise UserError(f"--cuda-graph on cannot work: {obstacle}; leave it out, or change that")
+    emit("cuda_graph", status="off", seconds=0.0, detail=obstacle)
+    return None

@@ -13,6 +13,7 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory, secret_values
 from orchestrator.plan.planning import Plan
+from orchestrator.plan.reasons import trained_text
 from orchestrator.redaction import Secrets, longest_first, secrets_in
 from orchestrator.tasks.task import Task
 from orchestrator.types import count_text, counted
@@ -98,13 +99,11 @@ def banner_rows(prepared: PreparedRun, run_dir: Path, remote: str | None = None)
     if facts.experts:
         experts = f", {counted(facts.experts, 'expert')} in {counted(facts.moe_layers, 'layer')}"
     task = f"{prepared.resolved.config.task} ({count_text(facts.parameters)} parameters{experts})"
+    trained = trained_text(facts)
     return [
         ("task", task),
-        (
-            "data",
-            f"{_count_text(facts.samples)} training and "
-            f"{_count_text(facts.validation_samples)} validation samples",
-        ),
+        *([("trained parameters", trained)] if trained else []),
+        ("data", _data_text(facts)),
         ("processes", _processes_text(plan)),
         ("device", f"{plan.device.value}: {plan.device.reason}"),
         ("precision", f"{plan.precision.value}: {plan.precision.reason}"),
@@ -121,6 +120,23 @@ def _count_text(samples: int | None) -> str:
 def _steps_text(plan: Plan) -> str:
     steps = plan.total_steps
     return steps.reason if steps.value is None else f"{steps.value}: {steps.reason}"
+
+
+def loss_note(facts: ModelFacts) -> str | None:
+    """Return a note if the loss is probably a mean that is declared as a sum."""
+    if not facts.counts_batches or facts.unit != "samples":
+        return None
+    return (
+        "the count of the loss does not grow with the batch, so a short batch weighs as much as a whole one. "
+        "If the loss is a mean over the batch, return the scalar alone, or Loss(sum, number of samples)"
+    )
+
+
+def _data_text(facts: ModelFacts) -> str:
+    training = f"{_count_text(facts.samples)} training"
+    if facts.validation_samples == 0:
+        return f"{training} samples, no validation data: nothing is evaluated"
+    return f"{training} and {_count_text(facts.validation_samples)} validation samples"
 
 
 def _processes_text(plan: Plan) -> str:

@@ -77,7 +77,7 @@ def _newest_experts(source: str, start: StartPoint, begins_anew: bool) -> dict[s
     """Return the experts of the newest checkpoint whose list of them can be read."""
     for path in find_candidates(source, start.store).paths:
         with suppress(CheckpointDamaged, UserError):
-            state = load(Path(path), kinds=frozenset()).state
+            state = load(start.store.fetch(Path(path)), kinds=frozenset()).state
             return (_experts_at_start(state) if begins_anew else read_experts(state)).to_json()
     return {}
 
@@ -164,7 +164,9 @@ def _resumed(
     """Record what the run has resumed from, and return the progress."""
     # All have read: damaged checkpoints and later ones may now be renamed.
     if start.world.is_main:
-        start.store.set_aside_after(progress.step)
+        start.store.set_aside_after(progress.step, start.progress)
+    # The main worker may wait for the driver: the others must not wait for it in their first collective.
+    start.world.wait_for_main("checkpoints set aside")
     skipped_fields = [{"path": entry.path.name, "reason": entry.reason} for entry in skipped]
     start.log.write("resume", step=progress.step, path=name, skipped=skipped_fields, **fields)
     return progress
@@ -203,7 +205,7 @@ def _load_together(
         contents: Contents | None = None
         damage: str | None = None
         try:
-            contents = load(path, not_needed, kinds, start.progress)
+            contents = load(start.store.fetch(path), not_needed, kinds, start.progress)
         except CheckpointDamaged as error:
             damage = str(error)
         # To read takes as long as a checkpoint is large: the others wait without a time limit.

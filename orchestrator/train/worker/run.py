@@ -30,7 +30,7 @@ from orchestrator.train.requests import Requests
 from orchestrator.train.strategies.shares import assign_shares
 from orchestrator.train.training import LoopHooks, Training
 from orchestrator.train.worker.batch_probe import with_measured_batch
-from orchestrator.train.worker.build import WorkerContext, build_training
+from orchestrator.train.worker.build import OpenStore, WorkerContext, build_training
 from orchestrator.train.worker.observers import monitor_readings
 from orchestrator.train.worker.placed_experts import (
     PlacedExperts,
@@ -61,6 +61,8 @@ class Supervision:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     snapshots: SnapshotTarget | None = None
     """Where an expert host writes its snapshots; other workers take none."""
+    open_store: OpenStore = CheckpointStore
+    """Opens the checkpoints of the run: a folder that all workers see, or files of each node."""
 
 
 def run_worker(
@@ -83,6 +85,8 @@ def run_worker(
         average = stepper.optimizer.average
         if average is not None and average.evaluated:
             average.replace_weights()
+        if stepper.copies is not None:
+            stepper.copies.drop()
         return outcome, stepper.strategy.model
 
 
@@ -175,13 +179,16 @@ class WorkerRun:
 
     def _saved_experts(self) -> SavedExperts | None:
         """Return the experts of the state to start from."""
-        store = CheckpointStore(self.run_dir / "checkpoints", repair=False)
+        store = self._supervision.open_store(self.run_dir / "checkpoints", repair=False)
         start = StartPoint(store, self.world, self.log, self._supervision.heartbeat.advance)
         return saved_experts_to_start_with(self.prepared.resolved.config, start, self._resume)
 
     def _build_training(self, experts: PlacedExperts) -> Training:
-        worker = WorkerContext(self.prepared, self.world, self.run_dir, self.log, self._supervision.heartbeat)
-        return build_training(worker, experts, self._resume, self._supervision.snapshots)
+        supervision = self._supervision
+        worker = WorkerContext(
+            self.prepared, self.world, self.run_dir, self.log, supervision.heartbeat, supervision.open_store
+        )
+        return build_training(worker, experts, self._resume, supervision.snapshots)
 
     def _complete_plan(self, saved: SavedExperts | None) -> PlacedExperts:
         """Complete the plan with what only the workers can measure, and write it to the run folder.

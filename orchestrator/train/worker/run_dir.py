@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +17,8 @@ from orchestrator.errors import UserError
 from orchestrator.record.events import of_kind, read_events
 from orchestrator.record.summary import summarise, write_json
 from orchestrator.storage.address import location_text
-from orchestrator.types import counted, first_line
+from orchestrator.train.worker.folder_lock import check_unlocked, folder_lock
+from orchestrator.types import counted, first_line, speed_text
 
 _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".yaml", ".html", ".txt", ".png", ".log"})
 _MAX_NAME_CHARACTERS = 60
@@ -27,10 +29,19 @@ DOWNLOADED = ".downloaded-"
 """How the name of a folder begins that holds a copy of a remote checkpoint or run, while it is needed."""
 
 
-def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
+@contextmanager
+def opened_run_dir(config: Config, results: Path) -> Iterator[Path]:
+    """Create the folder of the run, and keep other processes from training into it."""
+    run_dir = _open_run_dir(config, results)
+    with folder_lock(run_dir):
+        yield run_dir
+
+
+def _open_run_dir(config: Config, results: Path) -> Path:
     """Create the folder of the run and return it.
 
     A folder that holds a run is continued only on request."""
+    name = config.run.name
     run_dir = config.run.run_dir or (results / name if name else None)
     if run_dir is None and config.checkpoint.resume == "auto":
         raise _unnamed(config, results)
@@ -81,6 +92,19 @@ def resume_command(run_dir: str | Path, ray_address: str = "auto") -> str:
     return f"orchestrator resume {shlex.quote(location)}{address}"
 
 
+def resume_call(run_dir: str | Path) -> str:
+    """Return the Python call that continues a run of a Python object, which no command line can name."""
+    location = remote_of(Path(run_dir)) or location_text(run_dir)
+    return f"Trainer(..., config=Config.of(resume='auto', run_dir={location!r})).fit()"
+
+
+def how_to_resume(config: Config, run_dir: str | Path) -> str:
+    """Return the words that continue a run: a call for a Python object, else a command."""
+    if config.task.startswith("python:"):
+        return resume_call(run_dir)
+    return resume_command(run_dir, config.parallel.ray_address)
+
+
 def write_remote(run_dir: Path, url: str) -> None:
     """Note in a run folder that it is the local copy of a remote one. The note is for people alone."""
     (run_dir / _REMOTE).write_text(f"{url}\n", encoding="utf-8")
@@ -118,11 +142,12 @@ def check_unused(config: Config, run_dir: Path | None) -> None:
     if run_dir is None:
         return
     check_links(run_dir)
+    check_unlocked(run_dir)
     resume = config.checkpoint.resume
     is_continued = resume == "auto" or (resume is not None and _is_within(Path(resume), run_dir))
     if not is_continued and holds_run(run_dir):
         raise UserError(
-            f"{run_dir} holds a run already; continue it with {resume_command(run_dir)}, "
+            f"{run_dir} holds a run already; continue it with {how_to_resume(config, run_dir)}, "
             "or choose another --run-dir or --name"
         )
 
@@ -186,9 +211,9 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
     samples_per_second = summary["samples_per_second"]
     units_per_second = summary["units_per_second"]
     if samples_per_second:
-        speed = f"{samples_per_second:,.0f} samples/s"
-        if units_per_second != samples_per_second:
-            speed += f" ({units_per_second:,.0f} {summary['unit']}/s)"
+        speed = f"{speed_text(samples_per_second)} samples/s"
+        if summary["unit"] != "samples":
+            speed += f" ({speed_text(units_per_second)} {summary['unit']}/s)"
         parts.append(speed)
     return [
         f"{summary['status']}: {', '.join(parts)}",
@@ -202,6 +227,9 @@ def _validation_parts(summary: dict[str, Any]) -> list[str]:
     last = summary["last"]
     best = summary["best"]
     parts = [f"validation {_values_text(summary['validation'])}"]
+    if final.get("weights") == "last" and final["step"] != last["step"]:
+        # An interrupted run is not evaluated once more.
+        parts[0] += f" (at step {last['step']})"
     if final.get("weights") == "best" and final["step"] != last["step"]:
         parts.append(f"with the best weights, of step {final['step']}")
         parts.append(f"the last had {_values_text(last)}")

@@ -56,6 +56,8 @@ def test_the_names_are_those_of_an_evaluation(task: Any):
     check_watched_metric(task, "loss")
     with pytest.raises(UserError, match=r"--early-stopping-metric 'auc' is not among .*: loss, margin, f1"):
         check_watched_metric(task, "auc")
+    with pytest.raises(UserError, match=r"'margn' \(did you mean 'margin'\?\) is not among"):
+        check_watched_metric(task, "margn")
 
 
 @pytest.mark.parametrize("task", [Broken(), WithoutValidation()])

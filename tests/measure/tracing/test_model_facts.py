@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Loss, Task, TensorData
+from orchestrator.train.worker.prepared_run import loss_note
 
 
 @pytest.mark.parametrize(("capacity", "limited"), [(None, False), (1.25, True)])
 def test_a_capacity_of_experts_is_a_fact_of_the_model(capacity: float | None, limited: bool) -> None:
     task = load_task(Config.of(task="digits", experts=4, width=16, capacity_factor=capacity))
     assert model_facts(task, "cpu", "fp32").limits_capacity is limited
+
+
+class Counting(Task):
+    """A linear model whose loss is returned in a form of the test's."""
+
+    def __init__(self, form: Callable[[Tensor], Any]) -> None:
+        self.form = form
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def train_data(self) -> TensorData:
+        return TensorData(torch.zeros(8, 2))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return self.form(model(batch[0]))
+
+
+@pytest.mark.parametrize(
+    ("form", "counts_batches"),
+    [
+        (lambda out_B1: Loss(out_B1.mean(), 1), True),
+        (lambda out_B1: (out_B1.mean(), 1), True),
+        (lambda out_B1: Loss(out_B1.sum(), len(out_B1)), False),
+        (lambda out_B1: (out_B1.sum(), torch.ones_like(out_B1).sum()), False),
+        (lambda out_B1: out_B1.mean(), False),
+    ],
+)
+def test_a_mean_that_is_declared_as_a_sum_is_noticed(
+    form: Callable[[Tensor], Any], counts_batches: bool
+) -> None:
+    facts = model_facts(Counting(form), "cpu", "fp32")
+    assert facts.counts_batches is counts_batches
+    assert bool(loss_note(facts)) is counts_batches
+    assert loss_note(replace(facts, unit="tokens")) is None
 
 
 class TooLarge(Task):

@@ -176,6 +176,16 @@ def test_memory_holds_weights_moments_and_the_peak():
     assert not predict(OPS, machine(memory_bytes=1e4)).memory.fits
 
 
+def test_frozen_weights_take_the_bytes_that_they_are_stored_in():
+    """900 of 1,000 parameters are frozen in two bytes; 600 of these are in experts of this device."""
+    ops = replace(OPS, frozen=900, frozen_bytes=1800, expert_parameters=650)
+    ops = replace(ops, frozen_experts=600, frozen_expert_bytes=1200)
+    memory = predict(ops, machine()).memory
+    assert memory.parameters == 4 * 100 + 2 * 900
+    assert memory.optimizer == 8 * 100
+    assert ops.replicated_bytes == 4 * 50 + 2 * 300
+
+
 @given(st.integers(1, 512), st.floats(1e-6, 1e-3), st.floats(1e6, 1e12), st.integers(0, 10**9))
 def test_slower_links_and_more_work_never_shorten_a_step(
     devices: int, latency_s: float, bytes_per_s: float, parameters: int

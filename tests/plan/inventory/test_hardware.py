@@ -62,3 +62,18 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert launched_by() == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [({"OMP_NUM_THREADS": "3"}, 3), ({"OMP_NUM_THREADS": "4,2"}, 4), ({"OMP_NUM_THREADS": "many"}, None)],
+)
+def test_the_number_of_threads_that_the_user_sets_is_read(
+    environment: dict[str, str], threads: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert inventory().omp_threads == threads
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert inventory().omp_threads is None, "Ray sets it in the processes of a job"

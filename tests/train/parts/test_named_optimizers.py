@@ -73,7 +73,7 @@ def reference_weights(settings: OptimSettings, monkeypatch: pytest.MonkeyPatch) 
 
 
 def reference_optimizer(name: str, weight: nn.Parameter, settings: OptimSettings) -> torch.optim.Optimizer:
-    lr = settings.learning_rate
+    lr = settings.peak_learning_rate
     decay = settings.weight_decay if weight.ndim > 1 or settings.decay_biases else 0.0
     if settings.optimizer == "sgd":
         return torch.optim.SGD([weight], lr=lr, momentum=settings.momentum_used, weight_decay=decay)

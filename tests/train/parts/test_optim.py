@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from orchestrator.train.parts.optim import (
     ScheduledOptimizer,
+    clip_factor,
     norm_of_gradients,
-    scale_and_clip,
+    scale_gradients,
     warmup_schedule,
 )
 
@@ -104,6 +105,12 @@ def test_only_a_configured_schedule_is_rebuilt() -> None:
 # --- norm, scale and clip
 
 
+def scale_and_clip(gradients: list[Tensor], norm: Tensor, factor: float | Tensor, clip_norm: float) -> Tensor:
+    norm, factor = clip_factor(norm, factor, clip_norm)
+    scale_gradients(gradients, factor)
+    return norm
+
+
 def gradients_of_norm_five(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.tensor([3.0, 0.0], dtype=dtype), torch.tensor([[4.0]], dtype=dtype)]
 
@@ -112,6 +119,14 @@ def test_the_norm_is_that_of_one_vector_in_fp64() -> None:
     norm = norm_of_gradients(gradients_of_norm_five())
     assert (float(norm), norm.dtype) == (5.0, torch.float64)
     assert (float(norm_of_gradients([])), norm_of_gradients([]).dtype) == (0.0, torch.float64)
+
+
+def test_the_norm_of_gradients_of_two_types_sums_in_fp32_at_least() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(size, generator=generator) for size in (3000, 7, 5000)]
+    mixed = [values[0].bfloat16(), values[1], values[2].bfloat16()]
+    exact = torch.cat([gradient.double() for gradient in mixed]).norm()
+    torch.testing.assert_close(norm_of_gradients(mixed), exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,20 +25,24 @@ def test_a_value_comes_back_from_its_pieces(monkeypatch: pytest.MonkeyPatch, pie
     assert len(keys) == -(-len(json.dumps(value)) // piece)
 
 
-def test_warnings_of_torch_do_not_reach_the_screen(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("fails", [False, True])
+def test_of_torchs_output_only_warnings_of_missing_host_names_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fails: bool
 ) -> None:
-    """Such as that of an address without a host name. Afterwards the screen is as before."""
+    """Also when no store could be opened. Afterwards the screen is as before."""
 
-    class WarningStore(stores.TCPStore):
+    class TalkingStore(stores.TCPStore):
         def __init__(self, *arguments: Any, **named: Any) -> None:
-            os.write(2, b"[c10d] The hostname of the client socket cannot be retrieved")
+            os.write(2, b"one\n[c10d] The hostname of the client socket cannot be retrieved. err=-3\ntwo\n")
+            if fails:
+                raise RuntimeError("no port")
             super().__init__(*arguments, **named)
 
-    monkeypatch.setattr(stores, "TCPStore", WarningStore)
-    open_store("127.0.0.1")
-    os.write(2, b"shown")
-    assert capfd.readouterr().err == "shown"
+    monkeypatch.setattr(stores, "TCPStore", TalkingStore)
+    with pytest.raises(RuntimeError, match="no port") if fails else nullcontext():
+        open_store("127.0.0.1")
+    os.write(2, b"three")
+    assert capfd.readouterr().err.splitlines() == ["one", "two", "three"]
 
 
 def test_a_value_larger_than_torch_accepts_in_one_piece_keeps_the_connection() -> None:

@@ -6,6 +6,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ import torch
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.events import EventLog, of_kind, read_events
+from orchestrator.record.log import SilentLog
 from orchestrator.tasks.digits import Digits
+from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.loop import Loop
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.train.worker.build_model import build_parts
-from orchestrator.train.worker.resume import StartPoint, restore_checkpoint
+from orchestrator.train.worker.resume import StartPoint, _resumed, restore_checkpoint
 from orchestrator.trainer import Trainer
 from tests.support.checkpoints import DAMAGE_KINDS, damage
 from tests.support.loop_runs import SMALL, losses_in, run_loop
@@ -57,6 +60,16 @@ def test_a_resume_inside_an_epoch_uses_each_sample_once(tmp_path: Path) -> None:
     loop, resumed_losses = run_loop(tmp_path / "parts", max_steps=100, epochs=2, resume="auto")
     assert resumed_losses == losses
     assert replace(loop.progress, epoch_seconds=0.0) == replace(whole.progress, epoch_seconds=0.0)
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_all_wait_while_the_main_worker_sets_checkpoints_aside(is_main: bool) -> None:
+    calls: list[object] = []
+    world: Any = SimpleNamespace(is_main=is_main, wait_for_main=lambda name: calls.append("waited"))
+    store: Any = SimpleNamespace(set_aside_after=lambda *arguments: calls.append(arguments))
+    start = StartPoint(store, world, SilentLog(), progress=calls.clear)
+    _resumed(Progress(step=7), start, None, [])
+    assert calls == ([(7, calls.clear)] if is_main else []) + ["waited"]
 
 
 def test_a_run_resumes_from_the_path_of_another_run(tmp_path: Path) -> None:

@@ -72,3 +72,17 @@ def test_a_run_whose_last_step_is_its_best_says_its_result_once() -> None:
     summary = SUMMARY | {"validation": {"loss": 0.3}, "last": LAST, "best": LAST, "final": final}
     first, _ = summary_lines(summary, Path("run"))
     assert first == "completed: 60 steps, validation loss 0.3000, 1,000 samples/s"
+
+
+def test_an_interrupted_run_says_at_which_step_it_was_evaluated() -> None:
+    final = {"step": 63, "weights": "last", "reason": "the run can be continued"}
+    summary = SUMMARY | {"steps": 63, "validation": {"loss": 0.3}, "last": LAST, "best": LAST, "final": final}
+    first, _ = summary_lines(summary | {"status": "stopped", "reason": "interrupted"}, Path("run"))
+    assert first == "stopped: 63 steps (interrupted), validation loss 0.3000 (at step 60), 1,000 samples/s"
+
+
+def test_the_last_lines_have_one_rate_of_samples_and_another_of_tokens() -> None:
+    first, _ = summary_lines(SUMMARY | {"units_per_second": 16.0}, Path("run"))
+    assert first.endswith(", 1,000 samples/s")
+    first, _ = summary_lines(SUMMARY | {"units_per_second": 8000.0, "unit": "tokens"}, Path("run"))
+    assert first.endswith(", 1,000 samples/s (8,000 tokens/s)")

@@ -1,0 +1,205 @@
+"""AdamW that scales gradients itself, and writes the copies of weights that the next forward pass needs.
+
+Large parameters are updated by a kernel of Triton on a GPU: it reads weight, gradient and averages once and
+writes weight, averages and copy once, which is all that the memory has to do. Small ones are left to torch,
+whose kernel takes many of them at a time. ``update_plain`` is the kernel in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from experts.kernels.fused import Tile, available, launch, num_blocks
+from experts.weight_copy import WeightCopy
+
+if TYPE_CHECKING:
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+else:
+    tl = None  # until the first launch
+
+LARGE = 2**22
+"""Elements of a parameter from which on a launch of its own costs nothing next to the update."""
+_TILE = Tile(rows=1, columns=2048, warps=8)
+_STEP_SIZE, _ROOT, _DECAY, _FACTOR, _SKIPPED = range(5)  # columns of the numbers of an update
+
+
+@dataclass(frozen=True)
+class Update:
+    """The tensors of one parameter's update. ``copy`` gets the new weights in its own type."""
+
+    weight: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor
+    copy: Tensor | None
+
+
+class AdamW(torch.optim.AdamW):
+    """Torch's fused AdamW, with the same state, for whole parameters on one device.
+
+    ``gradient_factor`` is a number on the device that the next step multiplies gradients by. Gradients may
+    have a shorter type than large parameters. ``found_inf`` and a learning rate on the device work as
+    in torch."""
+
+    gradient_factor: Tensor | None = None
+    found_inf: Tensor | None
+
+    def __init__(self, groups: Iterable[Any], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        self.copies: Mapping[Tensor, WeightCopy] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del closure
+        large = [self._take_large(group) for group in self.param_groups]
+        self._step_small()
+        for group, taken in zip(self.param_groups, large, strict=True):
+            self._step_large(group, taken)
+
+    def _take_large(self, group: dict[str, Any]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return large parameters and their gradients, which are set aside: torch skips them then."""
+        taken = [(p, p.grad) for p in group["params"] if p.grad is not None and is_large(p)]
+        for parameter, _ in taken:
+            parameter.grad = None
+        return taken
+
+    def _step_small(self) -> None:
+        handle: Any = self
+        if self.gradient_factor is not None:
+            handle.grad_scale = self.gradient_factor.float().reciprocal()
+        super().step()
+        if self.gradient_factor is not None:
+            del handle.grad_scale
+
+    def _step_large(self, group: dict[str, Any], taken: list[tuple[nn.Parameter, Tensor]]) -> None:
+        if not taken:
+            return
+        counters = [self._state(parameter)["step"] for parameter, _ in taken]
+        torch._foreach_add_(counters, 1)  # pyright: ignore[reportPrivateImportUsage]
+        numbers_PN = self._numbers(group, torch.stack(counters))
+        for (parameter, gradient), numbers_N in zip(taken, numbers_PN, strict=True):
+            self._update(parameter, gradient, numbers_N, group)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            torch._foreach_sub_(counters, [found_inf] * len(counters))  # pyright: ignore[reportPrivateImportUsage]
+
+    def _numbers(self, group: dict[str, Any], counter_P: Tensor) -> Tensor:
+        """Return the numbers of each parameter's update, on the device, from the steps that it counts.
+
+        Computed in fp64: in fp32, one minus a power that is close to one has few digits."""
+        beta1, beta2 = group["betas"]
+        counter_P = counter_P.double()
+        ones_P = torch.ones_like(counter_P)
+        factor = 1.0 if self.gradient_factor is None else self.gradient_factor
+        found_inf = getattr(self, "found_inf", None)
+        columns = {
+            _STEP_SIZE: group["lr"] / (1 - beta1**counter_P),
+            _ROOT: (1 - beta2**counter_P).sqrt(),
+            _DECAY: ones_P * group["lr"] * group["weight_decay"],
+            _FACTOR: ones_P * factor,
+            _SKIPPED: ones_P * (0.0 if found_inf is None else found_inf),
+        }
+        return torch.stack([columns[column] for column in sorted(columns)], dim=1).float()
+
+    def _update(
+        self, parameter: nn.Parameter, gradient: Tensor, numbers_N: Tensor, group: dict[str, Any]
+    ) -> None:
+        state = self.state[parameter]
+        copy = self.copies.get(parameter)
+        tensors = Update(
+            parameter.detach(),
+            gradient.contiguous(),
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            None if copy is None else copy.weights.detach(),
+        )
+        update = update_fused if available(parameter) else update_plain
+        update(tensors, numbers_N, group["betas"], group["eps"])
+        torch.autograd.graph.increment_version(parameter)
+        parameter.grad = gradient
+        if copy is not None:
+            copy.written()
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the state of a parameter as torch's AdamW has it, of zeros before the first step."""
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+
+def is_large(parameter: Tensor) -> bool:
+    is_usual = parameter.dtype == torch.float32 and parameter.is_contiguous()
+    return is_usual and parameter.numel() >= LARGE
+
+
+def update_plain(tensors: Update, numbers_N: Tensor, betas: tuple[float, float], eps: float) -> None:
+    """Update a parameter in plain torch."""
+    step_size, root, decay, factor, skipped = numbers_N
+    if bool(skipped):
+        return
+    gradient = tensors.gradient.to(tensors.weight.dtype) * factor
+    tensors.mean.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
+    tensors.square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    divisor = (tensors.square.sqrt() / root).add_(eps)
+    tensors.weight.sub_(decay * tensors.weight)
+    tensors.weight.sub_(step_size * tensors.mean / divisor)
+    if tensors.copy is not None:
+        tensors.copy.copy_(tensors.weight)
+
+
+def update_fused(tensors: Update, numbers_N: Tensor, betas: tuple[float, float], eps: float) -> None:
+    """Update a parameter in one pass over its tensors."""
+    size = tensors.weight.numel()
+    copy = tensors.weight if tensors.copy is None else tensors.copy
+    launch(
+        _adamw_kernel,
+        _TILE,
+        (num_blocks(size, _TILE.columns), 1),
+        *(tensors.weight, tensors.gradient, tensors.mean, tensors.square, copy, numbers_N),
+        *(size, *betas, 1 - betas[0], 1 - betas[1], eps),
+        HAS_COPY=tensors.copy is not None,
+    )
+
+
+def _adamw_kernel(
+    weight,
+    gradient,
+    mean,
+    square,
+    copy,
+    numbers,
+    size,
+    beta1,
+    beta2,
+    share1,
+    share2,
+    eps,
+    HAS_COPY: tl.constexpr,
+    ROWS: tl.constexpr,  # noqa: ARG001
+    COLUMNS: tl.constexpr,
+) -> None:
+    step_size = tl.load(numbers)
+    root = tl.load(numbers + 1)
+    decay = tl.load(numbers + 2)
+    factor = tl.load(numbers + 3)
+    goes_on = tl.load(numbers + 4) == 0.0
+    place = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (place < size) & goes_on
+    g = tl.load(gradient + place, mask=inside).to(tl.float32) * factor
+    m = beta1 * tl.load(mean + place, mask=inside) + share1 * g
+    v = beta2 * tl.load(square + place, mask=inside) + share2 * g * g
+    w = tl.load(weight + place, mask=inside)
+    w -= decay * w
+    w -= step_size * m / (tl.sqrt(v) / root + eps)
+    tl.store(weight + place, w, mask=inside)
+    tl.store(mean + place, m, mask=inside)
+    tl.store(square + place, v, mask=inside)
+    if HAS_COPY:
+        tl.store(copy + place, w.to(copy.dtype.element_ty), mask=inside)

@@ -1,0 +1,69 @@
+"""Copies of the experts' weights in the type of the products, written by the optimizer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from experts.balance import moe_layers
+from experts.bank import ExpertBank
+from experts.weight_copy import WeightCopy
+from orchestrator.train.parts.adamw import AdamW, is_large
+
+
+class WeightCopies:
+    """The copies of all large stacks of experts of a model, for banks that a forward pass uses once."""
+
+    def __init__(self, model: nn.Module, optimizer: AdamW, dtype: torch.dtype) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._dtype = dtype
+        self._copies: list[WeightCopy] = []
+        self.update()
+
+    def update(self) -> None:
+        """Make the copies of new parameters, and forget those of replaced ones."""
+        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        self._copies = []
+        for bank in _unshared_banks(self._model):
+            kept = bank.copies
+            bank.copies = {}
+            for group, role, stack in bank.stacks():
+                if id(stack) in trained and is_large(stack) and not _has_hooks(stack):
+                    name = f"{role}_{group.hidden}"
+                    copy = kept.get(name)
+                    if copy is None or copy.parameter is not stack:
+                        copy = WeightCopy(stack, self._dtype)
+                    bank.copies[name] = copy
+                    self._copies.append(copy)
+        self._optimizer.copies = {copy.parameter: copy for copy in self._copies}
+
+    def drop(self) -> None:
+        """Let the banks compute with their weights again, as whatever follows the training expects."""
+        for copy in self._copies:
+            copy.release()
+        for bank in _unshared_banks(self._model):
+            bank.copies = {}
+        self._copies = []
+        self._optimizer.copies = {}
+
+    def refresh(self) -> None:
+        """Write the copies anew whose weights have changed."""
+        for copy in self._copies:
+            copy.refresh()
+
+    def begin_step(self, is_single_pass: bool) -> None:
+        """Keep gradients in the short type in a step of one pass; several passes are summed in full."""
+        for copy in self._copies:
+            copy.keeps_short_gradient = is_single_pass
+
+
+def _unshared_banks(model: nn.Module) -> list[ExpertBank]:
+    """Return the banks of one layer each: gradients of several uses would be summed in the short type."""
+    banks = [layer.bank for _, layer in moe_layers(model)]
+    return [bank for bank in banks if sum(bank is other for other in banks) == 1]
+
+
+def _has_hooks(stack: nn.Parameter) -> bool:
+    """Whether a task looks at the gradient of a stack: it would never see that of a copy."""
+    return bool(stack._backward_hooks or getattr(stack, "_post_accumulate_grad_hooks", None))

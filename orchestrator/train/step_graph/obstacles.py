@@ -1,0 +1,61 @@
+"""What keeps a step from being captured, as far as it is known before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from experts.balance import gated_layers, moe_layers
+from experts.kernels.choice import choose_kernel
+from experts.routed import RoutedExperts
+from orchestrator.train.parts.adamw import AdamW
+from orchestrator.train.parts.precision import Precision
+from orchestrator.train.step_graph.python_state import find_hook
+from orchestrator.train.strategies.base import Strategy
+
+_OPTIMIZERS = (AdamW, torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+
+
+def find_obstacle(
+    strategy: Strategy, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device
+) -> str | None:
+    """Return why the steps of this model cannot be captured; None if nothing speaks against it."""
+    if hasattr(strategy.task, "prepare_step"):
+        return "the task looks at each step before it is trained (prepare_step)"
+    hook = find_hook(strategy.model)
+    if hook is not None:
+        return f"{hook} has a hook, which a graph would not call"
+    return _optimizer_obstacle(optimizer) or _experts_obstacle(strategy.model, precision, device)
+
+
+def _optimizer_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+    handle: Any = optimizer
+    name = type(optimizer).__name__
+    if type(optimizer) not in _OPTIMIZERS or not all(group.get("fused") for group in optimizer.param_groups):
+        return f"{name} does not run in one kernel: only fused AdamW, Adam and SGD can be captured"
+    if handle._optimizer_step_pre_hooks or handle._optimizer_step_post_hooks:
+        return f"{name} has a hook, which a graph would not call"
+    return None
+
+
+def _experts_obstacle(model: nn.Module, precision: Precision, device: torch.device) -> str | None:
+    for name, layer in gated_layers(model):
+        if layer.jitter:
+            return f"the noise of the gate {name} depends on the step"
+        if layer.statistics is not None or layer.twin_E is not None:
+            return f"the experts of {name} may change in training"
+    for name, layer in moe_layers(model):
+        if layer.capacity is not None:
+            return f"the host counts the rows that a capacity leaves to {name}"
+        if _counts_on_host(layer, precision, device):
+            return f"the host counts the rows of the experts of {name}: of several sizes, or in a loop"
+    return None
+
+
+def _counts_on_host(layer: RoutedExperts, precision: Precision, device: torch.device) -> bool:
+    bank = layer.bank
+    dtype = precision.dtype or next(bank.parameters()).dtype
+    kernels = {choose_kernel(bank.kernel, device, dtype, bank.width, group.hidden) for group in bank.classes}
+    return len(bank.classes) > 1 or "loop" in kernels
