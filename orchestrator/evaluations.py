@@ -17,7 +17,7 @@ from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.record.evaluation_screen import EvaluationScreen
 from orchestrator.redaction import mask_tree
 from orchestrator.tasks.generation import GenerationOptions
-from orchestrator.types import VERSION, Choice
+from orchestrator.types import VERSION, Choice, counted
 
 if TYPE_CHECKING:
     from orchestrator.tasks.task import Task
@@ -125,7 +125,7 @@ class CheckpointEvaluation:
             ("checkpoint", f"{checkpoint.location}{choice}"),
             ("weights", _weights_text(prepared)),
             ("task", rows["task"]),
-            ("data", f"{'streamed' if samples is None else samples} samples of {self._split}"),
+            ("data", f"{_samples_text(samples)} of {self._split}"),
             *((name, rows[name]) for name in ("processes", "device", "precision")),
             ("batch", f"{batch.value} per worker: {batch.reason}"),
         ]
@@ -175,6 +175,10 @@ class CheckpointEvaluation:
             path,
             fields["generations"],
         )
+
+
+def _samples_text(samples: int | None) -> str:
+    return "streamed samples" if samples is None else counted(samples, "sample")
 
 
 def _weights_text(prepared: PreparedRun) -> str:

@@ -15,7 +15,7 @@ from orchestrator.errors import Interrupted, OrchestratorError, ResourceError, T
 from orchestrator.plan.inventory.hardware import results_folder, secret_values
 from orchestrator.record.ledger import SETTINGS_NOT_KEPT, Ledger, SweepRecord, holds_sweep, read_sweep_record
 from orchestrator.storage.address import refuse_address
-from orchestrator.types import VERSION
+from orchestrator.types import VERSION, speed_text
 
 if TYPE_CHECKING:
     from orchestrator.record.sweep_screen import SweepScreen
@@ -149,7 +149,7 @@ def outcome_lines(record: SweepRecord) -> list[str]:
 
     best = record.best()
     assert best is not None
-    figure = f"{best.samples_per_second:,.0f} samples/s" if best.samples_per_second else ""
+    figure = f"{speed_text(best.samples_per_second)} samples/s" if best.samples_per_second else ""
     if record.objective != THROUGHPUT:
         figure = f"{objective_name(record)} {best.value(record.objective):.4f}, {figure}"
     flags = " ".join(point_flags(best.point))

@@ -10,7 +10,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.cross_checks import check_has_documents
+from orchestrator.config.cross_checks import check_has_documents, check_settings_of_task
+from orchestrator.config.keywords import known_arguments
 from orchestrator.config.metric import check_metrics
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
@@ -38,7 +39,7 @@ from orchestrator.plan.workers import (
     workers_flag,
 )
 from orchestrator.preparation import prepare_run
-from orchestrator.record.callbacks import CallbackRunner, load_callbacks
+from orchestrator.record.callbacks import CallbackRunner, as_callbacks, load_callbacks
 from orchestrator.record.events import DriverLog, Listener
 from orchestrator.record.live.endpoint import RunMetrics, metrics_endpoint
 from orchestrator.record.screen import Screen
@@ -77,6 +78,7 @@ class Trainer:
     during the run, see ``Callback``. After the training the model holds the trained weights.
     """
 
+    @known_arguments
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -100,7 +102,7 @@ class Trainer:
         self._screen = Screen(quiet=True)
         self._metrics: RunMetrics | None = None
         self._quiet = quiet
-        self._given_callbacks = list(callbacks)
+        self._given_callbacks = as_callbacks(callbacks)
         self._callbacks = CallbackRunner([])
         self._model = model
         self._own_task: Task | None = task
@@ -114,9 +116,10 @@ class Trainer:
         if model is not None:
             if data is None or loss is None:
                 raise UserError("your own model needs data and loss: Trainer(model, data=..., loss=...)")
-            from orchestrator.tasks.object_task import ObjectTask
+            from orchestrator.tasks.object_task import ObjectTask, check_parts
 
             check_metrics(metrics or {})
+            check_parts(optimizer, schedule)
             # Copies of the model are trained; ``fit`` loads the weights into the model itself.
             own_task = ObjectTask(model, data, loss, validation, optimizer, schedule)
             own_task.metrics = dict(metrics or {})
@@ -214,11 +217,13 @@ class Trainer:
     def _fit(self) -> Result:
         self._take_run_settings()
         config = self.resolved.config
+        check_settings_of_task(config.task, config.model, config.data)
         check_has_documents(config.task, config.data)
         check_trackers(config.watch.trackers)
         callbacks = load_callbacks(config, self._given_callbacks)
         self._callbacks = CallbackRunner(callbacks, config.watch.callback_errors == "raise")
         watch = config.watch
+        self._screen.log_every = watch.log_every
         with metrics_endpoint(watch.metrics_address, watch.metrics_port, self._screen.note) as self._metrics:
             return self._fit_watched()
 
@@ -338,20 +343,26 @@ class Trainer:
 
     def _run_in_process(self, prepared: PreparedRun) -> Result:
         """Train in this process."""
+        from orchestrator.train.worker.resume import check_start_checkpoint
+        from orchestrator.train.worker.run_dir import opened_run_dir
+
+        config = prepared.resolved.config
+        check_start_checkpoint(config)
+        with opened_run_dir(config, results_folder()) as run_dir:
+            return self._train_in_process(prepared, run_dir)
+
+    def _train_in_process(self, prepared: PreparedRun, run_dir: Path) -> Result:
         from orchestrator.train.parts.world import World
         from orchestrator.train.remote.run import mirroring
         from orchestrator.train.worker.final_model import final_model
         from orchestrator.train.worker.observers import open_event_log, requests_of, stop_on_signal
         from orchestrator.train.worker.prepared_run import banner_rows
-        from orchestrator.train.worker.resume import check_start_checkpoint
         from orchestrator.train.worker.run import Supervision, count_starts, record_failure, run_worker
-        from orchestrator.train.worker.run_dir import open_run_dir, remote_of
+        from orchestrator.train.worker.run_dir import remote_of
         from orchestrator.train.worker.torch_settings import preserved_random_state
 
         start_s = perf_counter()
         config = prepared.resolved.config
-        check_start_checkpoint(config)
-        run_dir = open_run_dir(config, config.run.name, results_folder())
         starts_before = count_starts(run_dir)
         world = World.single_process(prepared.plan.device.value)
         with (
@@ -375,12 +386,9 @@ class Trainer:
         """Train on the workers of a cluster; ``joined`` if the cluster was running already."""
         from orchestrator.runtime.cluster.prestart import prestart_workers
         from orchestrator.runtime.cluster.survey import survey
-        from orchestrator.runtime.driver import Observers, drive
         from orchestrator.train.strategies.placement_file import placement_file
-        from orchestrator.train.worker.final_model import final_model
-        from orchestrator.train.worker.prepared_run import banner_rows
         from orchestrator.train.worker.resume import check_start_checkpoint
-        from orchestrator.train.worker.run_dir import open_run_dir, remote_of
+        from orchestrator.train.worker.run_dir import opened_run_dir
 
         start_s = perf_counter()
         cluster, node = survey(self._take_inventory(), joined)
@@ -397,7 +405,17 @@ class Trainer:
         check_start_checkpoint(config)
         if prepared.plan.strategy.value == "expert_parallel":
             placement_file(config, prepared.facts, num_workers)
-        run_dir = open_run_dir(config, config.run.name, results_folder())
+        with opened_run_dir(config, results_folder()) as run_dir:
+            return self._train_on_workers(prepared, cluster, run_dir, start_s)
+
+    def _train_on_workers(
+        self, prepared: PreparedRun, cluster: Cluster, run_dir: Path, start_s: float
+    ) -> Result:
+        from orchestrator.runtime.driver import Observers, drive
+        from orchestrator.train.worker.final_model import final_model
+        from orchestrator.train.worker.prepared_run import banner_rows
+        from orchestrator.train.worker.run_dir import remote_of
+
         self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
         observers = Observers(self._screen, self._callbacks, self._remote, self._listeners(run_dir))
         status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
@@ -413,6 +431,7 @@ class Trainer:
         return [self._metrics]
 
     def _show_banner(self, prepared: PreparedRun, rows: list[tuple[str, str]]) -> None:
+        from orchestrator.train.worker.prepared_run import loss_note
         from orchestrator.train.worker.run_settings import resume_lines
 
         self._screen.banner(rows, "expert-orchestrator")
@@ -421,14 +440,15 @@ class Trainer:
         for line in resume_lines(self._resumed, prepared.changes, config.checkpoint.resume):
             self._screen.note(line)
         unused = unused_settings(config, plan.strategy.value, prepared.facts)
-        for message in (unused, unused_thresholds(config, plan.evolution.value)):
+        thresholds = unused_thresholds(config, plan.evolution.value)
+        for message in (unused, thresholds, loss_note(prepared.facts)):
             if message:
                 self._screen.note(f"note: {message}")
 
     def _finish(self, status: str, run_dir: Path, model: nn.Module) -> Result:
         from orchestrator.report.run.page import draw_report
         from orchestrator.train.worker.final_model import copy_model
-        from orchestrator.train.worker.run_dir import summary_lines, write_summary
+        from orchestrator.train.worker.run_dir import resume_call, summary_lines, write_summary
 
         summary = write_summary(run_dir)
         if self._model is not None:
@@ -436,6 +456,8 @@ class Trainer:
         draw_report(run_dir)
         for line in summary_lines(summary, run_dir):
             self._screen.note(line)
+        if status == "stopped" and self._own_task is not None:
+            self._screen.note(f"continue with: {resume_call(run_dir)}")
         return Result(status, run_dir, summary, model)
 
 

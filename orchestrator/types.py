@@ -20,8 +20,10 @@ GIB = 1024**3
 
 NOT_USED = "not used: "
 
-PHASES = ("data", "forward", "backward", "communication", "optimizer")
-"""The phases of a training step that the clock can tell apart, in the order in which they run."""
+PHASES = ("data", "forward", "backward", "communication", "optimizer", "graph")
+"""The phases of a training step that the clock can tell apart, in the order in which they run.
+
+A step that a CUDA graph repeats has one phase besides its data."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,17 @@ def count_text(count: float) -> str:
     return f"{count:g}"
 
 
+def flops_text(count: float) -> str:
+    """Return a number of floating-point operations for people: 4.85e14 -> '485.0 TFLOP'."""
+    if abs(count) >= 1e15:
+        return f"{count / 1e15:,.1f} PFLOP"
+    text = count_text(count)
+    return f"{text[:-1]} {text[-1]}FLOP" if text[-1].isalpha() else f"{text} FLOP"
+
+
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun: '1 layer', '2 layers'."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Return a number with its noun: '1 layer', '2,000 layers'."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def seconds_text(seconds: float) -> str:

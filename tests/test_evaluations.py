@@ -317,11 +317,17 @@ def test_generations_of_a_language_model_are_in_the_result_and_on_the_page(
     prompt = "what is the sum of <b>2</b> and 3?"
     assert main(["evaluate", str(run_dir), "--prompts", prompt, "--max-new-tokens", "6"]) == 0
     (path,) = (run_dir / "checkpoints").glob("*.validation.json")
-    (generation,) = json.loads(path.read_text())["generations"]
+    result = json.loads(path.read_text())
+    (generation,) = result["generations"]
+    held_out_samples = result["samples"]
     assert prompt in generation["prompt"]
     assert generation["text"]
     assert "generated  " in capsys.readouterr().out
     draw_report(run_dir)
     page = (run_dir / "report.html").read_text()
     assert "Generations" in page
+    assert "prompts of --prompts, continued by the weights of step 4" in page
     assert "&lt;b&gt;2&lt;/b&gt; and 3?" in page
+    (data,) = config.data.data
+    assert main(["evaluate", str(run_dir), "--validation-data", data, "--max-new-tokens", "0"]) == 0
+    assert json.loads(path.read_text())["samples"] > held_out_samples

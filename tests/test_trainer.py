@@ -14,7 +14,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from orchestrator import Config, Loss, Monitor, Result, Task, TensorData, Trainer, draw_report, read_run
+from orchestrator import (
+    Callback,
+    Config,
+    Loss,
+    Monitor,
+    Result,
+    Task,
+    TensorData,
+    Trainer,
+    draw_report,
+    read_run,
+)
 from orchestrator.errors import UserError
 from orchestrator.record.events import Event, by_step, of_kind, read_events
 
@@ -254,9 +265,45 @@ def test_wrong_arguments_are_refused_with_the_right_ones(arguments: dict[str, An
         Trainer(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"optimizer": "sgd"}, r"optimizer is 'sgd'; a function .+ Config.of\(optimizer='sgd'\)"),
+        (
+            {"optimizer": torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)},
+            "optimizer is a SGD; a function",
+        ),
+        ({"schedule": "cosine"}, "schedule is 'cosine'; a function from the step"),
+        ({"callbacks": Callback()}, "callbacks is .+; a list of objects is needed"),
+        ({"callbacks": "my_module:Stop"}, "callbacks is 'my_module:Stop'; a list of objects is needed"),
+    ],
+)
+def test_parts_of_the_wrong_kind_are_refused_at_once(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer(Config(), **parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("train_data", r"Trainer has no argument 'train_data' \(did you mean 'data'\?\)"),
+        ("eval_dataset", r"did you mean 'validation'"),
+        ("criterion", r"did you mean 'loss'"),
+        ("calbacks", r"did you mean 'callbacks'"),
+        ("epochs", r"it is a setting: config=Config.of\(epochs=3\)"),
+        ("max_epochs", r"settings are given in config=Config.of\(...\): write epochs=3"),
+        ("colour", r"'colour'; it has model, data, loss, validation"),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_the_one_that_is_meant(name: str, answer: str) -> None:
+    given: dict[str, Any] = {name: 3}
+    with pytest.raises(UserError, match=answer):
+        trainer(Config(), **given)
+
+
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     trainer(settings(tmp_path, epochs=1)).fit()
-    with pytest.raises(UserError, match="orchestrator resume"):
+    with pytest.raises(UserError, match=r"holds a run already; continue it with Trainer\("):
         trainer(settings(tmp_path, epochs=1)).fit()
 
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator import Config, Metric, Trainer
+from orchestrator import Callback, Config, Metric, Trainer
 from orchestrator.errors import TaskFailed, TrainingFailed, UserError
+from orchestrator.record.callback_values import StepInfo
 from orchestrator.record.events import by_step, of_kind
 from tests.test_trainer import blobs, cross_entropy, events_of, settings, trainer
 
@@ -55,6 +56,29 @@ def test_bad_input_is_named_and_not_called_a_high_learning_rate(
         trainer(settings(tmp_path, log_every=3), data).fit()
     assert f"training sample 41 has {word} in field 0. Clean the data" in str(caught.value)
     assert "learning-rate" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("sample", "epochs"), [(17, 1), (None, 2)])
+def test_a_validation_loss_that_is_no_number_is_explained_once(
+    tmp_path: Path, sample: int | None, epochs: int
+) -> None:
+    inputs, labels = blobs(40)
+    inputs = inputs.clone()
+    if sample is not None:
+        inputs[sample, 1] = float("nan")
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        scale = float("nan") if not model.training and sample is None else 1.0
+        return cross_entropy(model, batch) * scale
+
+    trainer(settings(tmp_path, epochs=epochs), blobs(64), loss, validation=(inputs, labels)).fit()
+    (warning,) = of_kind(events_of(tmp_path), "warning")
+    cause = (
+        "validation sample 17 has NaN in field 0. Clean the data, or leave the sample out"
+        if sample is not None
+        else "the first 40 validation samples are finite, but the model's loss of them is not"
+    )
+    assert warning["message"] == f"step 4: validation loss nan: {cause}"
 
 
 def test_a_tracker_that_cannot_start_is_refused_before_there_is_a_run_folder(
@@ -139,6 +163,28 @@ def test_sigint_writes_a_checkpoint_and_exits_130(tmp_path: Path) -> None:
     events = events_of(tmp_path)
     assert of_kind(events, "end")[0]["status"] == "stopped"
     assert of_kind(events, "checkpoint")[-1]["step"] == by_step(events)[-1]["step"]
+
+
+def test_an_interrupted_fit_names_the_call_that_continues_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupt(Callback):
+        def on_step(self, step: StepInfo) -> None:
+            if step.step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def fitting(*callbacks: Callback, **given: Any) -> Trainer:
+        config = settings(tmp_path, log_every=1, max_steps=8, **given)
+        return Trainer(
+            nn.Linear(4, 3), data=blobs(64), loss=cross_entropy, callbacks=callbacks, config=config
+        )
+
+    assert fitting(Interrupt()).fit().status == "stopped"
+    call = f"Trainer(..., config=Config.of(resume='auto', run_dir='{tmp_path / 'run'}')).fit()"
+    assert capsys.readouterr().out.endswith(f"continue with: {call}\n")
+    with pytest.raises(UserError, match=re.escape(f"holds a run already; continue it with {call}, or")):
+        fitting().fit()
+    assert fitting(resume="auto").fit().status == "completed"
 
 
 # Memory and batches
@@ -314,7 +360,7 @@ def test_other_data_of_the_same_size_is_told(tmp_path: Path) -> None:
 
 def test_a_given_default_wins_over_the_folder(tmp_path: Path) -> None:
     trainer(settings(tmp_path, learning_rate=1e-4, epochs=1)).fit()
-    default = Config().optim.learning_rate
+    default = 3e-3
     trainer(settings(tmp_path, learning_rate=default, epochs=2, resume="auto")).fit()
     (event,) = of_kind(events_of(tmp_path), "settings")
     changed = {change["name"]: (change["before"], change["now"]) for change in event["changes"]}

@@ -43,7 +43,8 @@ class ExportOptions:
     """Of a run with --lora: write the whole model with the adapters added to its weights. Without it
     the adapters alone are written, as PeftModel.from_pretrained reads them."""
     weights: Literal["evaluated", "trained", "ema"] = "evaluated"
-    """trained, their moving average (ema), or the one of them that the run evaluated (--evaluate-ema)."""
+    """The trained weights, their moving average (ema), or those of both that the run evaluated
+    (--evaluate-ema)."""
     model: str | None = None
     """The folder or the hub id of the model with config.json and tokenizer, for --merge with its weights
     too; by default that of the run."""
@@ -174,7 +175,7 @@ def _progress() -> Iterator[OnProgress]:
         def show(done: int, total: int) -> None:
             nonlocal next_line_s
             progress.update(bar, completed=done, total=total)
-            if not console.is_terminal and monotonic() >= next_line_s:
+            if done and not console.is_terminal and monotonic() >= next_line_s:
                 next_line_s = monotonic() + _SECONDS_BETWEEN_LINES
                 console.print(f"{bytes_text(done)} of {bytes_text(total)}", soft_wrap=True)
 
@@ -186,7 +187,7 @@ def _show(result: Exported, checkpoint: str, content: str) -> None:
     from rich.text import Text
 
     lines = [
-        f"exported {content} of {checkpoint}",
+        f"exported {checkpoint}: {content}",
         f"wrote {result.folder}: {bytes_text(result.num_bytes)} in {result.seconds:.1f} s",
     ]
     if result.left_out:

@@ -55,7 +55,7 @@ def _read_train_flags(launch: Launch) -> Resolved:
 def _check_plan(launch: Launch, resolved: Resolved) -> list[str]:
     """Return notes on the plan of the run on this cluster. Raises ResourceError if it does not fit."""
     _check_devices(launch, resolved)
-    gpus = launch.gpus_on_node
+    gpus = launch.options.gpus_per_node
     if launch.options.gpu is None:
         if not gpus:
             return []
@@ -77,7 +77,7 @@ def _check_plan(launch: Launch, resolved: Resolved) -> list[str]:
 def _check_devices(launch: Launch, resolved: Resolved) -> None:
     """Raise ResourceError if standby hosts find no device: a GPU, or a node without GPUs."""
     spares = resolved.config.parallel.spares
-    per_node = max(1, launch.gpus_on_node)
+    per_node = max(1, launch.options.gpus_per_node)
     needed = launch.options.workers + spares
     if needed > launch.nodes * per_node:
         who = f"{counted(launch.options.workers, 'worker')} and {counted(spares, 'spare')}"

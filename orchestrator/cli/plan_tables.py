@@ -12,8 +12,9 @@ from rich.text import Text
 from orchestrator.cli.tables import make_table
 from orchestrator.plan.estimate import MemoryEstimate
 from orchestrator.plan.planning import Plan
+from orchestrator.plan.reasons import trained_text
 from orchestrator.report.run.host_load import ids_text
-from orchestrator.types import bytes_text, count_text, value_text
+from orchestrator.types import bytes_text, count_text, flops_text, value_text
 
 if TYPE_CHECKING:
     from orchestrator.train.strategies.placement import PredictedPlacement
@@ -59,8 +60,10 @@ def _memory_table(memory: MemoryEstimate, method: str) -> Table:
 def _model_text(prepared: PreparedRun) -> str:
     facts = prepared.facts
     in_experts = f" ({count_text(facts.expert_parameters)} of them in experts)" if facts.experts else ""
-    flops = count_text(prepared.plan.flops_per_step)
-    return f"parameters {count_text(facts.parameters)}{in_experts}, arithmetic {flops}FLOP per step"
+    trained = trained_text(facts)
+    adapters = f", trained {trained}" if trained else ""
+    flops = flops_text(prepared.plan.flops_per_step)
+    return f"parameters {count_text(facts.parameters)}{in_experts}{adapters}, arithmetic {flops} per step"
 
 
 def hosts_table(placement: PredictedPlacement) -> Table:

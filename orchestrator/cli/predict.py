@@ -13,10 +13,10 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.plan.cost.calibration import AGAIN, Calibration
 from orchestrator.plan.cost.devices import known_gpu, short_name
 from orchestrator.plan.cost.machine import Machine, Parallelism
-from orchestrator.plan.cost.model import StepPrediction, predict
+from orchestrator.plan.cost.model import HOST_OVERHEAD, StepPrediction, predict
 from orchestrator.plan.cost.scaling import ClusterSpec, machine_of
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.types import PrecisionName, seconds_text
+from orchestrator.types import PrecisionName, seconds_text, speed_text
 
 if TYPE_CHECKING:
     from orchestrator.plan.cost.ops import MicroBatchOps
@@ -122,5 +122,9 @@ def _prediction_text(prediction: StepPrediction) -> str:
         for name, seconds in prediction.parts.items()
         if abs(seconds) >= _MIN_SHARE * total
     ]
-    speed = f"{seconds_text(total)}, {prediction.samples_per_second:,.0f} samples/s"
-    return f"{speed}: {', '.join(parts)}; limited by {prediction.limited_by}"
+    speed = f"{seconds_text(total)}, {speed_text(prediction.samples_per_second)} samples/s"
+    limit = prediction.limited_by
+    if limit == HOST_OVERHEAD:
+        # The part "overhead" is the time in which the device waits; the host works longer than that.
+        limit += f" ({prediction.host_seconds / total:.0%} of the step, in part while the device works)"
+    return f"{speed}: {', '.join(parts)}; limited by {limit}"

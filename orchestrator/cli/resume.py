@@ -58,7 +58,7 @@ def _check_folder(folder: Path, shown: str) -> None:
     from orchestrator.config.reader import read_file
     from orchestrator.record.ledger import holds_sweep
     from orchestrator.train.worker.plan_file import CONFIG
-    from orchestrator.train.worker.run_dir import check_links, holds_run
+    from orchestrator.train.worker.run_dir import check_links, holds_run, resume_call
 
     if not folder.is_dir():
         raise UserError(f"{shown}: there is no such folder; give the folder of a run")
@@ -76,6 +76,5 @@ def _check_folder(folder: Path, shown: str) -> None:
     if task.startswith("python:"):
         raise UserError(
             f"the run in {shown} trains an object of a Python program ({task}), which no command line can "
-            "name; continue it in Python: Trainer(..., config=Config.of(resume='auto', "
-            f"run_dir={shown!r})).fit()"
+            f"name; continue it in Python: {resume_call(shown)}"
         )

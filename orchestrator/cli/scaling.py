@@ -21,7 +21,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.cost.devices import known_gpu, short_name
 from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
-from orchestrator.plan.cost.model import predicted_memory
+from orchestrator.plan.cost.model import HOST_OVERHEAD, predicted_memory
 from orchestrator.plan.cost.scaling import (
     IMBALANCE,
     ClusterSpec,
@@ -33,7 +33,7 @@ from orchestrator.plan.cost.scaling import (
     parse_cluster,
     scaling_rows,
 )
-from orchestrator.types import PrecisionName, bytes_text, seconds_text
+from orchestrator.types import PrecisionName, bytes_text, seconds_text, speed_text
 
 if TYPE_CHECKING:
     from orchestrator.tasks.task import Task
@@ -73,6 +73,11 @@ def show_cluster(
     from orchestrator.train.worker.prepared_run import plan_json
 
     notes = [*_assumptions(resolved, given_keys(text), spec, job), ASSUMED_NODE]
+    if any(row.predicted.limited_by == HOST_OVERHEAD for row in rows):
+        notes.append(
+            "overhead is the time in which a device waits for its host; where it is the limit, "
+            "the host works for nearly the whole step"
+        )
     if as_json:
         content = plan_json(planned.prepared) | {
             "predicted": planned.predicted,
@@ -225,7 +230,7 @@ def scaling_cells(row: ScalingRow, spec: ClusterSpec) -> list[str]:
         f"{row.devices:,}",
         f"{row.micro_batch}{accumulation}",
         seconds_text(total),
-        f"{prediction.samples_per_second:,.0f}",
+        speed_text(prediction.samples_per_second),
         f"{row.speed_up:,.2f}×",
         f"{row.efficiency:.0%}",
         bytes_text(memory.total) + excess,

@@ -39,9 +39,9 @@ def fit(resolved: Resolved) -> int:
 
     result = Trainer(config=resolved).fit()
     if result.status == "stopped":
-        from orchestrator.train.worker.run_dir import resume_command
+        from orchestrator.train.worker.run_dir import how_to_resume
 
-        command = resume_command(result.run_dir, resolved.config.parallel.ray_address)
+        command = how_to_resume(resolved.config, result.run_dir)
         raise Interrupted(
             f"interrupted; a checkpoint is in {result.run_dir / 'checkpoints'}; continue with: {command}"
         )

@@ -17,6 +17,7 @@ from orchestrator.config.writer import flat_values
 from orchestrator.errors import UserError
 from orchestrator.record.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.storage.address import refuse_address
+from orchestrator.types import speed_text
 
 
 def tuned(
@@ -65,7 +66,7 @@ def _check_task(record: SweepRecord, resolved: Resolved) -> None:
 
 def _result_text(row: TrialRow, record: SweepRecord) -> str:
     if record.objective == THROUGHPUT:
-        return f"{row.samples_per_second or 0.0:,.0f} samples/s"
+        return f"{speed_text(row.samples_per_second)} samples/s"
     return f"{record.criterion.name.replace('_', ' ')} {row.value(record.objective)}"
 
 

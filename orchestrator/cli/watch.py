@@ -33,14 +33,14 @@ def run(argv: Sequence[str]) -> int:
 def show_run(options: WatchOptions) -> int:
     from rich.console import Console
 
-    from orchestrator.report.watch.watching import Watch, show_once, show_until_end
+    from orchestrator.report.watch.watching import Watch, show_once, show_until_end, wait_for_run
 
     console = Console(highlight=False)
-    watch = Watch(options.folder, console)
     if options.once:
-        show_once(watch, console)
+        show_once(Watch(options.folder, console), console)
         return 0
     # The interrupt is the usual way to leave: the run goes on.
     with suppress(KeyboardInterrupt):
-        show_until_end(watch, console, options.interval)
+        wait_for_run(options.folder, console, options.interval)
+        show_until_end(Watch(options.folder, console), console, options.interval)
     return 0

@@ -61,6 +61,17 @@ LM = "with --task lm; data of other tasks is part of the task, and --data-dir th
 BOTH_BETAS = "both together, as in --betas 0.9 0.95"
 LORA_RANK = "the number is the rank of the adapters, with --task lm"
 NO_LORA_DROPOUT = "adapters have no dropout, as PEFT's on experts have none: leave it out"
+CHAT_TEMPLATE = (
+    "the chat template is that of the model's tokenizer: leave it out, or put another chat_template.jinja "
+    "into the model's folder"
+)
+HELD_OUT = "a twentieth of --data is held out: leave it out, or give --validation-data"
+NO_PREFERENCES = "preference and reward training do not exist here; --task lm fine-tunes"
+IN_WARMUP_STEPS = "a number of steps, not a share of the run; without it a twentieth of the run, at most 1000"
+EOS = "documents end with the eos_token of the model's tokenizer: leave it out"
+NO_NEFTUNE = "there is no noise on embeddings: leave it out"
+ATTENTION = "attention is torch's, which has fused kernels: leave it out"
+NO_LIGER = "experts and losses have kernels of our own: leave it out"
 NO_QLORA = "weights are not quantised: leave it out; --lora 16 keeps those of the model in bf16"
 _ONE_WORKER_PER_GPU = "one worker per GPU; --devices chooses which"
 
@@ -113,6 +124,12 @@ _LORA = Alias(
     by_value={"qlora": Alias(None, note=NO_QLORA)},
 )
 _DOCUMENTS = Alias("data", note=LM)
+_STAGE = Alias(
+    None,
+    note="fine-tuning and training on texts are --task lm: leave it out",
+    by_value=dict.fromkeys(("dpo", "rm", "ppo", "kto", "orpo", "grpo"), Alias(None, note=NO_PREFERENCES)),
+)
+_STRATEGY_STEPS = {"epoch": "0", "steps": ANY_VALUE}
 
 
 def _tracker(name: str) -> Alias:
@@ -164,6 +181,8 @@ ALIASES: Mapping[str, Alias] = {
     ),
     "torch_compile": Alias("compile", _ON_OFF),
     "dynamo_backend": Alias("compile", _ON_OFF | {"inductor": "on"}),
+    **_each("flash_attention flash_attn flash_attention_2 attn_implementation", Alias(None, note=ATTENTION)),
+    **_each("use_liger_kernel use_liger enable_liger_kernel", Alias(None, note=NO_LIGER)),
     "allow_tf32": Alias("tf32", _ON_OFF),
     # several devices: how many, and which
     **_each("num_gpus n_gpus gpus", Alias("workers", _WORKERS, note=_ONE_WORKER_PER_GPU)),
@@ -244,6 +263,10 @@ ALIASES: Mapping[str, Alias] = {
     **_each("assistant_only_loss train_on_responses_only", Alias("train_on", _yes_no("assistant", "all"))),
     **_each("train_on_inputs train_on_prompt", Alias("train_on", _yes_no("all", "assistant"))),
     **_each("dataset_text_field text_field", Alias("text_column")),
+    "completion_only_loss": Alias("train_on", _yes_no("assistant", "all")),
+    **_each("template chat_template chat_template_path", Alias(None, note=CHAT_TEMPLATE)),
+    **_each("val_set_size val_size validation_split", Alias(None, note=HELD_OUT)),
+    "eos_token": Alias(None, note=EOS),
     # optimizer
     "lr": Alias("learning_rate"),
     "wd": Alias("weight_decay"),
@@ -253,6 +276,8 @@ ALIASES: Mapping[str, Alias] = {
     **_each("ema use_ema model_ema swa", Alias("ema_decay", dict.fromkeys(_YES, "0.999"))),
     "no_weight_decay": Alias("weight_decay", dict.fromkeys(_YES, "0")),
     **_each("warmup num_warmup_steps", Alias("warmup_steps")),
+    "warmup_ratio": Alias("warmup_steps", dict.fromkeys(_NO, "0"), other=ANY_VALUE, note=IN_WARMUP_STEPS),
+    "neftune_noise_alpha": Alias(None, note=NO_NEFTUNE),
     **_each("lr_scheduler lr_scheduler_type", Alias("schedule")),
     **_each("max_grad_norm gradient_clip_val gradient_clipping", Alias("clip_norm")),
     # length
@@ -305,6 +330,7 @@ ALIASES: Mapping[str, Alias] = {
     # model
     **_each("model_name model_name_or_path base_model model_id pretrained_model_name_or_path", _MODEL),
     **_each("arch architecture", Alias(None, note=IN_TASK)),
+    "stage": _STAGE,
     **_each("use_lora use_peft peft adapter finetuning_type tuner_type train_type", _LORA),
     **_each("r lora_r lora_rank lora_dim peft_rank", Alias("lora", note=LORA_RANK)),
     **_each("lora_target lora_target_modules target_modules target_parameters", Alias("lora_targets")),
@@ -325,6 +351,11 @@ ALIASES: Mapping[str, Alias] = {
     "resume_from_checkpoint": Alias("resume", _yes_no("auto", LEAVE_OUT)),
     "ckpt_path": Alias("resume"),
     "logging_steps": Alias("log_every"),
+    "save_strategy": Alias("checkpoint_every", _STRATEGY_STEPS, note="0 saves at the end of each epoch"),
+    **_each(
+        "eval_strategy evaluation_strategy",
+        Alias("evaluate_every", _STRATEGY_STEPS, note="0 evaluates at the end of each epoch"),
+    ),
     "eval_steps": Alias("evaluate_every"),
     "val_check_interval": Alias("evaluate_every", note="in steps"),
     "report_to": Alias("trackers", {"none": "[]"}),

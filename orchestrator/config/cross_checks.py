@@ -10,6 +10,20 @@ from orchestrator.config.optim import OptimSettings
 from orchestrator.config.parallel import ParallelSettings
 from orchestrator.errors import UserError
 
+_FIXED_BY_MODEL = (
+    "experts",
+    "expert_hidden_size",
+    "expert_kind",
+    "shared_expert_size",
+    "top_k",
+    "gate_scores",
+    "normalise_weights",
+    "gate_jitter",
+    "z_loss",
+    "capacity_factor",
+)
+"""Settings of MoE layers that a model of transformers has in its own configuration, or not at all."""
+
 
 def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
     """Raise ValueError if ``gpu_mode``, ``workers``, ``devices`` and ``backend`` contradict each other."""
@@ -42,28 +56,42 @@ def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
         )
 
 
-def check_language_model(task: str, model: ModelSettings, data: DataSettings) -> None:
-    """Raise ValueError if a built-in task has settings of the task lm, or lm those of the others."""
-    if task in ("digits", "text", "synthetic"):
-        given = {
-            "model": model.model,
-            "lora": model.lora,
-            "data": data.data,
-            "validation_data": data.validation_data,
-        }
-        names = [name for name, value in given.items() if value]
-        if names:
-            verb = "belongs" if len(names) == 1 else "belong"
-            raise ValueError(
-                f"{', '.join(names)} {verb} to the task lm, but task is {task}; give --task lm as well"
-            )
+def check_settings_of_task(task: str, model: ModelSettings, data: DataSettings) -> None:
+    """Raise UserError if another built-in task has settings of the task lm.
+
+    Not a check of each Config: flags of a resumed run are read before its task is known."""
+    if task not in ("digits", "text", "synthetic"):
+        return
+    given = {
+        "model": model.model,
+        "lora": model.lora,
+        "data": data.data,
+        "validation_data": data.validation_data,
+    }
+    names = [name for name, value in given.items() if value]
+    if names:
+        verb = "belongs" if len(names) == 1 else "belong"
+        raise UserError(
+            f"{', '.join(names)} {verb} to the task lm, but task is {task}; give --task lm as well"
+        )
+
+
+def check_language_model(task: str, model: ModelSettings, moe: MoeSettings) -> None:
+    """Raise ValueError if the task lm has sizes, which the configuration of its model has."""
     if task != "lm":
         return
-    sizes = [name for name in ("width", "layers", "vocabulary") if getattr(model, name) is not None]
-    if sizes:
+    sections = ((model, ("width", "layers", "vocabulary")), (moe, _FIXED_BY_MODEL))
+    names = [
+        name
+        for section, settings in sections
+        for name in settings
+        if getattr(section, name) != getattr(type(section)(), name)
+    ]
+    if names:
+        verb = "is" if len(names) == 1 else "are"
         raise ValueError(
-            f"{', '.join(sizes)} are given, but for task lm the configuration of --model has the sizes; "
-            "leave them out"
+            f"{', '.join(names)} {verb} given, but for task lm the configuration of --model decides; "
+            f"leave {'it' if len(names) == 1 else 'them'} out"
         )
 
 

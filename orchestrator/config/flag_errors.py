@@ -74,7 +74,17 @@ def _check_values(grammar: FlagGrammar, argv: Sequence[str]) -> None:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise UserError(f"{names} is missing; see {grammar.prog} --help")
     if grammar.base is not None:
-        grammar.base.but(**{name: value for name, value in given.items() if name in flat_names()})
+        settings = {name: value for name, value in given.items() if name in flat_names()}
+        try:
+            grammar.base.but(**settings)
+        except UserError as error:
+            raise _with_flag(error, settings) from None
+
+
+def _with_flag(error: UserError, settings: Mapping[str, Any]) -> UserError:
+    """Return an error about the value of a setting with the name of the flag that gave it."""
+    name, verb, rest = str(error).partition(" is ")
+    return UserError(f"--{name.replace('_', '-')}{verb}{rest}") if name in settings else error
 
 
 def _flags_with_values(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -21,12 +21,14 @@ from orchestrator.config.settings import Config, flat_names, foreign_name_advice
 from orchestrator.errors import UserError
 
 Options = TypeVar("Options")
+Positional = str | Sequence[str] | None
+"""Options that may be given without their flags."""
 
 _TRUTH_VALUES = frozenset(("true", "false", "yes", "no", "on", "off", "0", "1"))
 
 
 def read_flags(
-    options: type[Options], argv: Sequence[str], prog: str, positional: str | None = None
+    options: type[Options], argv: Sequence[str], prog: str, positional: Positional = None
 ) -> tuple[Options, Resolved]:
     """Read the options of a verb that takes settings, and the settings with their origins.
 
@@ -48,7 +50,7 @@ def read_flags(
             args=arguments,
             default=options(settings=base.config),  # pyright: ignore[reportCallIssue]
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
-            prog=prog,
+            prog=_usage(prog, positional, own_types),
         )
     config: Config = result.settings  # pyright: ignore[reportAttributeAccessIssue]
     flags = {_setting_of(token): token.partition("=")[0] for token in argv if token.startswith("--")}
@@ -59,7 +61,7 @@ def read_flags(
 
 
 def read_options(
-    options: type[Options], argv: Sequence[str], prog: str, positional: str | Sequence[str] | None = None
+    options: type[Options], argv: Sequence[str], prog: str, positional: Positional = None
 ) -> Options:
     """Read the options of a verb that takes no settings.
 
@@ -67,7 +69,8 @@ def read_options(
     """
     import tyro
 
-    arguments = _with_positional(argv, positional, get_type_hints(options))
+    types = get_type_hints(options)
+    arguments = _with_positional(argv, positional, types)
     known = {field.name for field in fields(options)}  # pyright: ignore[reportArgumentType]
     for token in arguments:
         name = token[2:].partition("=")[0].replace("-", "_")
@@ -75,14 +78,22 @@ def read_options(
             flag = token.partition("=")[0]
             raise UserError(f"unknown flag {flag}{_nearest_flag(name, known)}; see {prog} --help")
     with one_line_errors(FlagGrammar(prog, options, None), arguments):
-        return tyro.cli(options, args=arguments, prog=prog)
+        return tyro.cli(options, args=arguments, prog=_usage(prog, positional, types))
 
 
-def _with_positional(
-    argv: Sequence[str], positional: str | Sequence[str] | None, types: Mapping[str, Any]
-) -> list[str]:
+def _usage(prog: str, positional: Positional, types: Mapping[str, Any]) -> str:
+    """Return the command with the options that need no flags, as its help shows it."""
+    more = {name: " ..." if get_origin(types[name]) is tuple else "" for name in _as_names(positional)}
+    return " ".join([prog, *(f"[{name.upper()}{dots}]" for name, dots in more.items())])
+
+
+def _as_names(positional: Positional) -> list[str]:
+    return [positional] if isinstance(positional, str) else list(positional or ())
+
+
+def _with_positional(argv: Sequence[str], positional: Positional, types: Mapping[str, Any]) -> list[str]:
     """Return the arguments with flags before values that have none, wherever they are."""
-    names = [positional] if isinstance(positional, str) else list(positional or ())
+    names = _as_names(positional)
     takes_more = bool(names) and get_origin(types[names[-1]]) is tuple
     leading: list[str] = []
     rest: list[str] = []
@@ -111,8 +122,9 @@ def _num_values(flag: str, types: Mapping[str, Any]) -> float:
 
 
 def check_flags(argv: Sequence[str], own_flags: Iterable[str]) -> None:
-    """Raise UserError for an unknown flag, and for a value after a switch that takes none."""
+    """Raise UserError for unknown flags, all at once, and for a value after a switch that takes none."""
     known = {*flat_names(), *own_flags, "help", "config"}
+    unknown: dict[str, str] = {}
     for token, following in pairwise([*argv, "--"]):
         if not token.startswith("--") or token == "--":
             continue
@@ -123,9 +135,10 @@ def check_flags(argv: Sequence[str], own_flags: Iterable[str]) -> None:
             _check_switch(token, name, value)
             continue
         advice = foreign_name_advice(name, value or None, "flag")
-        if advice:
-            raise UserError(f"unknown flag --{name}; {advice}")
-        raise UserError(f"unknown flag --{name}{_nearest_flag(name, known)}; see --help")
+        hint = f"; {advice}" if advice else f"{_nearest_flag(name, known)}; see --help"
+        unknown.setdefault(name, f"unknown flag --{name}{hint}")
+    if unknown:
+        raise UserError("\n".join(unknown.values()))
 
 
 def _check_switch(token: str, name: str, value: str) -> None:

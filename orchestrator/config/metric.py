@@ -11,11 +11,12 @@ import copy
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from orchestrator.config.nearest import did_you_mean
 from orchestrator.errors import UserError
 
 Mode = Literal["min", "max"]
@@ -201,6 +202,12 @@ def declared_metrics(task: Any) -> Mapping[str, Metric]:
         return {}
     metrics = {name: as_metric(metric) for name, metric in declared.items()}
     return {name: metric for name, metric in metrics.items() if metric is not None}
+
+
+def missing_metric(flag: str, name: str, returned: Collection[str]) -> str:
+    """Return the message about a metric that a flag names and the validation does not have."""
+    known = ", ".join(dict.fromkeys(["loss", *returned]))
+    return f"{flag} {name!r}{did_you_mean(name, returned)} is not among the validation metrics: {known}"
 
 
 def as_metric(value: Any) -> Metric | None:

@@ -10,6 +10,9 @@ from orchestrator.config.checks import at_least, positive
 Optimizer = Literal["adamw", "adamw8bit", "sgd", "muon"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
+LEARNING_RATE = 3e-3
+"""For weights that begin at random, where none is given."""
+
 
 @dataclass(frozen=True)
 class OptimSettings:
@@ -18,8 +21,8 @@ class OptimSettings:
     optimizer: Optimizer = "adamw"
     """adamw; adamw8bit, with a quarter of its state; sgd with momentum; or muon: matrices by orthogonal
     updates of AdamW's size, everything else and embeddings by AdamW."""
-    learning_rate: float = 3e-3
-    """Peak learning rate."""
+    learning_rate: float | None = None
+    """Peak learning rate. Default: 0.003; 2e-5 for the weights of --model, 2e-4 for adapters on them."""
     schedule: Schedule = "cosine"
     """Learning rate after warm-up: cosine to a tenth; linear to zero; wsd, constant and then linear to
     zero in the last fifth of the run; or constant."""
@@ -53,6 +56,10 @@ class OptimSettings:
                 raise ValueError(f"{name} is {value}; it must be at least 0 and less than 1")
         if self.optimizer.startswith("adamw") and self.momentum is not None:
             raise ValueError(f"momentum is a setting of sgd and muon; {self.optimizer} has --betas")
+
+    @property
+    def peak_learning_rate(self) -> float:
+        return LEARNING_RATE if self.learning_rate is None else self.learning_rate
 
     @property
     def needs_whole_weights(self) -> bool:

@@ -53,7 +53,8 @@ class WatchSettings:
     """Measurements, logs and trackers."""
 
     log_every: int | None = None
-    """Steps between fetches of the losses from the device."""
+    """Steps between fetches of the losses from the device, and between lines where the output is no
+    terminal (default there: ten lines a run)."""
     evaluate_every: int = 0
     """Steps between evaluations; 0 evaluates at the end of each epoch."""
     monitor_gpu: bool = True

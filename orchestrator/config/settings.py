@@ -119,11 +119,17 @@ class DeviceSettings:
     """Mode of torch.compile."""
     compile_parts: CompileParts = "all"
     """Compile the whole model, or only its experts or gates."""
+    cuda_graph: Switch = "auto"
+    """Capture a whole step in a CUDA graph, which replaces hundreds of launches by one; falls back
+    with a warning. auto: for steps that are shorter than the Python around them, in one process."""
     expert_kernel: ExpertKernel = "auto"
     """Compute experts one after another (loop), or all of one size together (grouped); auto:
     together if the GPU has a kernel for it."""
     activation_checkpointing: Switch = "auto"
     """Recompute activations in the backward pass: less memory, about a third more compute."""
+    recompute_experts: bool = False
+    """Recompute the experts alone in the backward pass: of a model with experts they keep most of the
+    activations. Their forward pass runs twice. The plan counts the memory as without it."""
     cudnn_benchmark: Switch = "auto"
     """Let cuDNN time its kernels for the shapes of the model."""
     empty_cache_every: int = 0
@@ -166,7 +172,7 @@ class Config:
             raise ValueError("batch_size auto and --no-auto contradict each other; give a number")
         for name, value in self._paths().items():
             possible_path(name, value)
-        check_language_model(self.task, self.model, self.data)
+        check_language_model(self.task, self.model, self.moe)
         check_devices(self.device.gpu_mode, self.parallel)
         check_optimizer(self.optim, self.parallel)
         check_strategy(self.parallel, self.batch, self.moe, self.evolution)

@@ -115,7 +115,7 @@ def _setting(key: str, source: str) -> str:
         )
     if name in flat_names():
         return name
-    advice = foreign_name_advice(name, None, "yaml")
+    advice = foreign_name_advice(name, None, "python")
     hint = f"; {advice}" if advice else did_you_mean(name, flat_names())
     raise UserError(f"{source}: unknown setting {name!r}{hint}")
 

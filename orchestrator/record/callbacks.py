@@ -88,6 +88,13 @@ class Callback:
         """Called once, after the last step, also after a failure."""
 
 
+def as_callbacks(given: Any) -> list[Any]:
+    """Return the callbacks of a Python program as a list."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UserError(f"callbacks is {given!r}; a list of objects is needed: callbacks=[StopWhenGood(0.3)]")
+    return list(given)
+
+
 def load_callbacks(config: Config, given: Iterable[Any] = ()) -> list[Any]:
     """Return the callbacks of a run: ``given`` objects, then those that the settings name."""
     callbacks = list(given)

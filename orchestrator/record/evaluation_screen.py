@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.record.screen import Screen
 from orchestrator.redaction import Secrets
+from orchestrator.types import counted
 
 _WIDTH = 300
 """Most letters of a prompt or generation that are shown."""
@@ -38,7 +39,7 @@ class EvaluationScreen(Screen):
         self.close()
         values = {f"{fields['split']} loss": fields["loss"], **fields["metrics"]}
         parts = [f"step {fields['step']}", *(f"{name} {value:.4g}" for name, value in values.items())]
-        parts.append(f"({fields['samples']} samples in {fields['seconds']:.1f} s)")
+        parts.append(f"({counted(fields['samples'], 'sample')} in {fields['seconds']:.1f} s)")
         self.note("  ".join(parts))
         for generation in fields.get("generations", ()):
             for line in _generation_lines(generation):

@@ -334,11 +334,24 @@ def split_sessions(events: Sequence[Event]) -> list[list[Event]]:
     """Split events at each time the user began or resumed the run; restarts of workers split nothing."""
     of_recovery = recovery_starts(events)
     cuts = [
-        index
+        _session_begin(events, index)
         for index, event in enumerate(events)
         if event["event"] == "start" and index and index not in of_recovery
     ]
     return [list(events[begin:end]) for begin, end in pairwise([0, *cuts, len(events)]) if end > begin]
+
+
+def _session_begin(events: Sequence[Event], start: int) -> int:
+    """Return the index of the first event of the session with this ``start`` event.
+
+    A resumed run records the checkpoint that it has read before it starts."""
+    begin = start
+    for index in range(start - 1, -1, -1):
+        if events[index]["event"] not in ("resume", "warning"):
+            break
+        if events[index]["event"] == "resume":
+            begin = index
+    return begin
 
 
 def last_end(sessions: Sequence[Sequence[Event]]) -> Event | None:

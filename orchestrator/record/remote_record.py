@@ -60,8 +60,13 @@ class RecordUpload:
 def download_record(remote: RemoteFolder, local: Path) -> None:
     """Download the files that a resumed run or a report needs."""
     for name in remote.files():
-        if _NEEDED.fullmatch(name):
+        if is_needed(name):
             remote.download(name, local / name)
+
+
+def is_needed(name: str) -> bool:
+    """Whether a resumed run or a report reads a file of the record."""
+    return _NEEDED.fullmatch(name) is not None
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import parse_change
 from orchestrator.record.scalars import to_float
 from orchestrator.record.speed import RECENT_STEPS, speed_of
-from orchestrator.record.text import change_line, failure_text, oom_text, recovery_text
+from orchestrator.record.text import change_line, cuda_graph_text, failure_text, oom_text, recovery_text
 from orchestrator.redaction import Secrets, mask
 from orchestrator.types import bytes_text, count_text
 
@@ -47,9 +47,16 @@ class _Speed:
         speed = speed_of(tuple(self._steps))
         if speed is None or not speed.samples:
             return ""
-        if speed.units == speed.samples:
-            return f"{count_text(round(speed.samples, 1))} samples/s"
-        return f"{count_text(round(speed.units))} {self._unit}/s"
+        if self._unit == "samples" or speed.units == speed.samples:
+            return f"{_rate_text(speed.samples)} samples/s"
+        return f"{_rate_text(speed.units)} {self._unit}/s"
+
+
+def _rate_text(rate: float) -> str:
+    """Return a rate for people, with two digits or more: 0.0234 -> '0.023', 12.34 -> '12.3'."""
+    if rate < 1:
+        return f"{rate:.2g}"
+    return count_text(round(rate, 1 if rate < 100 else None))
 
 
 @dataclass
@@ -80,6 +87,8 @@ class Screen:
         self._state = _BarState()
         self._bar: Progress | None = None
         self._next_line = 0
+        self.log_every: int | None = None
+        """Steps between lines if the output is no terminal, as the user has set them."""
         self._is_recovering = False
         self._handlers: dict[str, Callable[[Event], None]] = {
             "start": self._start,
@@ -94,6 +103,7 @@ class Screen:
             "failure": self._failure,
             "recovery": self._recovery,
             "compile": self._compile,
+            "cuda_graph": self._cuda_graph,
             "oom": lambda event: self._warning(oom_text(event)),
             "end": self._end,
         }
@@ -141,7 +151,7 @@ class Screen:
         state.speed.add(event)
         is_due = state.step >= self._next_line or state.step == state.total
         if is_due and not self._display.is_live:
-            interval = max(1, (state.total or 1000) // NUM_PLAIN_LINES)
+            interval = self.log_every or max(1, (state.total or 1000) // NUM_PLAIN_LINES)
             self._next_line = (state.step // interval + 1) * interval
             epoch = _from_one(event.get("epoch"))
             self._line(f"epoch {epoch}  step {state.step}/{state.total or '?'}  {state.text()}")
@@ -201,6 +211,13 @@ class Screen:
             self._warning(f"compilation failed, continuing without it: {event.get('detail')}")
         else:
             self._line(f"compiled in {to_float(event.get('seconds')) or 0.0:.1f} s ({event.get('detail')})")
+
+    def _cuda_graph(self, event: Event) -> None:
+        text = cuda_graph_text(event)
+        if event.get("status") == "failed":
+            self._warning(text)
+        else:
+            self._line(text)
 
     def _end(self, event: Event) -> None:
         self.close()

@@ -52,6 +52,14 @@ def oom_text(event: Event) -> str:
     )
 
 
+def cuda_graph_text(event: Event) -> str:
+    """Return whether steps are captured in a CUDA graph, and why not."""
+    detail = event.get("detail")
+    if event.get("status") == "captured":
+        return f"captured a CUDA graph in {to_float(event.get('seconds')) or 0.0:.1f} s: {detail}"
+    return f"no CUDA graph: {detail}"
+
+
 def change_text(change: ExpertChange) -> str:
     """Return what changed: 'expert 4 born from 1', 'expert 2 moved to host 1'."""
     experts = f"{'expert' if len(change.ids) == 1 else 'experts'} {_numbers(change.ids)}"

@@ -105,4 +105,4 @@ def test_a_port_that_cannot_be_used_is_refused_before_the_run(call: Call, tmp_pa
     answer = call("train", "--metrics-port", "0", "--metrics-address", "203.0.113.7", *CPU)
     check_answer(answer, "--metrics-port 0: cannot listen on 203.0.113.7:0")
     assert not (tmp_path / "results").exists()
-    check_answer(call("train", "--metrics-port", "99999"), "metrics_port is 99999")
+    check_answer(call("train", "--metrics-port", "99999"), "--metrics-port is 99999")

@@ -99,7 +99,13 @@ MISTAKES = {
         "train", "--profile", "true", cause="--profile takes no value, but 'true' follows"
     ),
     "no value": mistake("train", "--epochs", cause="--epochs needs a value: a whole number"),
-    "number out of range": mistake("train", "--epochs", "0", cause="epochs is 0; it must be at least 1"),
+    "number out of range": mistake("train", "--epochs", "0", cause="--epochs is 0; it must be at least 1"),
+    "direction of a metric": mistake(
+        "train",
+        "--early-stopping-metric",
+        "churn:low",
+        cause="--early-stopping-metric is 'churn:low'; it must be NAME, NAME:min or NAME:max",
+    ),
     "not a number": in_file(
         "optim: {learning_rate: .nan}\n", "cfg.yaml:1: learning_rate is nan; it must be positive"
     ),
@@ -118,7 +124,7 @@ MISTAKES = {
         cause="batch_size 8 × accumulation_steps 2 × workers auto may or may not be global",
     ),
     "more chosen than there are experts": mistake(
-        "plan", "--experts", "3", "--top-k", "4", cause="top_k is 4 but there are only 3 experts"
+        "plan", "--experts", "3", "--top-k", "4", cause="--top-k is 4 but there are only 3 experts"
     ),
     "the same, by the task's default": mistake(
         "plan", "--top-k", "64", cause="--top-k 64 needs at least as many experts; there are 4"
@@ -250,6 +256,17 @@ MISTAKES = {
         cause="the training data is empty",
         files=own_task(train_data="return torch.zeros(0, 4), torch.zeros(0)"),
     ),
+    "empty validation data": mistake(
+        *TRAIN_OWN_TASK,
+        cause="the validation data is empty; at least one sample is needed, or None in its place",
+        files=own_task(validation_data="return []"),
+    ),
+    "empty validation data with a metric": mistake(
+        *TRAIN_OWN_TASK,
+        *("--early-stopping-metric", "accuracy"),
+        cause="the validation data is empty",
+        files=own_task(validation_data="return []"),
+    ),
     "task without data": mistake(
         *TRAIN_OWN_TASK, cause="the data is a NoneType", files=own_task(train_data="return None")
     ),
@@ -318,6 +335,18 @@ def test_the_program_answers_like_the_function(tmp_path: Path, name: str):
     write_files(case, tmp_path)
     result = run_program(tmp_path, *case.argv)
     check_answer(Answer(result.returncode, result.stdout, result.stderr), case.cause)
+
+
+def test_all_unknown_flags_are_answered_at_once(call: Call):
+    foreign = ("--lr", "0.1", "--gradient_accumulation_steps=2", "--wandb", "--lr", "0.2")
+    answer = call("train", *foreign, "--epohcs", "3")
+    assert answer.code == 2
+    assert answer.lines == [
+        "orchestrator: unknown flag --lr; write --learning-rate 0.1",
+        "unknown flag --gradient_accumulation_steps; write --accumulation-steps 2",
+        "unknown flag --wandb; write --trackers wandb",
+        "unknown flag --epohcs (did you mean --epochs?); see --help",
+    ]
 
 
 @pytest.mark.parametrize(

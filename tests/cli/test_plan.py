@@ -38,7 +38,7 @@ def test_the_json_plan_has_a_reason_for_every_choice_and_an_origin_for_every_set
     assert len(origins) == len(flat_names())
     assert origins["run.epochs"] == (3, "file cfg.yaml:2")
     assert origins["run.seed"] == (7, "flag --seed")
-    assert origins["optim.learning_rate"] == (3e-3, "default")
+    assert origins["optim.learning_rate"] == (None, "default")
     assert list(tmp_path.iterdir()) == [tmp_path / "cfg.yaml"], "a plan writes nothing"
 
 

@@ -98,7 +98,9 @@ def test_the_scaling_table_names_its_assumptions_and_its_end(capsys: pytest.Capt
     assert "a network of 100 Gbit/s per node is assumed" in notes
     assert "the tables do not use --workers 3" in notes
     assert main(["plan", *SMALL, "--cluster", "nodes=2,gpus=2,gpu=l4,net=100gbit", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["notes"]) == 2
+    *_, last = notes = json.loads(capsys.readouterr().out)["notes"]
+    assert len(notes) == 3
+    assert last.startswith("overhead is the time in which a device waits for its host")
 
 
 def test_a_wrong_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import yaml
 
 from orchestrator.record.events import by_step, of_kind, read_events
 from tests.cli.helpers import CPU, SMALL, Answer, Call, check_answer
+from tests.support.lock_holder import lock_holder
 
 QUICK = (*SMALL, *CPU, "--trackers", "--no-monitor-gpu", "--batch-size", "8", "--schedule", "constant")
 
@@ -162,6 +163,18 @@ def test_a_path_is_continued_in_another_folder_with_its_settings(call: Call, tmp
     assert digests(run) == before
     occupied = call("train", "--resume", str(checkpoint), "--name", "two", "--max-steps", "8")
     check_answer(occupied, f"two holds a run already; continue it with orchestrator resume {tmp_path}")
+
+
+def test_a_run_that_still_goes_on_is_neither_resumed_nor_begun_again(call: Call, tmp_path: Path) -> None:
+    begin(call)
+    run = tmp_path / "results" / "one"
+    with lock_holder(run) as process:
+        before = digests(run)
+        cause = f"the run in {run} is still going on (process {process.pid} on "
+        check_answer(call("resume", str(run), "--max-steps", "6"), cause)
+        check_answer(call("train", *QUICK, "--name", "one"), cause)
+        assert digests(run) == before
+    assert call("resume", str(run), "--max-steps", "6").code == 0
 
 
 @pytest.mark.parametrize(

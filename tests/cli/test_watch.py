@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from orchestrator.report.watch import watching
 from tests.cli.helpers import Call, check_answer
 from tests.support.fake_events import FakeRun
 from tests.support.fake_run import write_run
@@ -25,6 +28,19 @@ def test_the_view_of_a_finished_run_ends_by_itself(call: Call, tmp_path: Path) -
     assert answer.out.count("progress ") == 1
 
 
+@pytest.mark.parametrize("made_before", ["", "run1", "run1/logs", "run1/.hidden"])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_run_that_has_not_begun_is_waited_for(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_before: str, scheme: str
+) -> None:
+    (tmp_path / made_before).mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(watching.time, "sleep", lambda _: write_run(tmp_path / "run1"))
+    answer = call("watch", f"{scheme}{tmp_path}/run1")
+    assert answer.code == 0
+    assert "waiting for it" in answer.lines[0]
+    assert answer.lines[-1].endswith("completed: all epochs done")
+
+
 def test_a_remote_folder_is_shown(call: Call, tmp_path: Path) -> None:
     write_run(tmp_path / "run1", FakeRun(ends="killed"))
     answer = call("watch", f"file://{tmp_path}/run1", "--once")
@@ -33,8 +49,12 @@ def test_a_remote_folder_is_shown(call: Call, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_answered_in_a_line(call: Call, tmp_path: Path) -> None:
-    check_answer(call("watch", "none"), "there is no folder none")
+    check_answer(call("watch", "none", "--once"), "there is no folder none")
+    check_answer(call("watch", "none/run1"), "there is no folder none/run1")
+    check_answer(call("watch", ".", "--once"), "there is no run in .")
+    (tmp_path / "notes.txt").write_text("", encoding="utf-8")
     check_answer(call("watch", "."), "there is no run in .")
+    check_answer(call("watch", "notes.txt"), "there is no folder notes.txt")
     check_answer(call("watch", "ftp://host/run"), "ftp:// is not known")
     write_run(tmp_path / "run1")
     check_answer(call("watch", "run1", "--interval", "0"), "--interval is 0")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.check import CheckOptions
+from orchestrator.cli.export import ExportOptions
 from orchestrator.cli.report import ReportOptions
 from orchestrator.config.flags import read_options
 from orchestrator.errors import UserError
@@ -16,7 +17,7 @@ REFUSED = {
     ("--epochs",): "--epochs needs a value: a whole number",
     ("--epochs", "--seed", "3"): "--epochs needs a value: a whole number",
     ("--epochs", "many"): "--epochs is 'many'; a whole number was needed",
-    ("--epochs", "0"): "epochs is 0; it must be at least 1",
+    ("--epochs", "0"): "--epochs is 0; it must be at least 1",
     ("--epochs", "3", "4"): "unexpected '4' after --epochs 3",
     ("--epochs=",): "--epochs is ''; a whole number was needed",
     ("--precision", "fp99"): "--precision is 'fp99'; 'auto' or 'fp32' or 'bf16' or 'fp16' was needed",
@@ -25,7 +26,7 @@ REFUSED = {
     ("--debug", "7"): "unexpected '7' after --debug",
     ("--no-epochs",): "unknown flag --no-epochs: epochs is no switch; see orchestrator train --help",
     ("extra",): "unexpected 'extra'; see orchestrator train --help",
-    ("--experts", "4", "--top-k", "9"): "top_k is 9 but there are only 4 experts; "
+    ("--experts", "4", "--top-k", "9"): "--top-k is 9 but there are only 4 experts; "
     "lower --top-k or raise --experts",
     ("--max-steps", "None", "--seed", "x"): "--seed is 'x'; a whole number was needed",
 }
@@ -63,3 +64,12 @@ def test_help_is_not_refused(capsys: pytest.CaptureFixture[str]):
         read_options(CheckOptions, ["--help"], "orchestrator check")
     assert not caught.value.code
     assert "usage: orchestrator check" in capsys.readouterr().out
+
+
+def test_help_shows_the_values_that_need_no_flag(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        read_options(ExportOptions, ["--help"], "orchestrator export", positional=("checkpoint", "folder"))
+    assert "usage: orchestrator export [CHECKPOINT] [FOLDER] " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        read_options(ReportOptions, ["--help"], "orchestrator report", positional="folders")
+    assert "usage: orchestrator report [FOLDERS ...] " in capsys.readouterr().out

@@ -278,5 +278,15 @@ def test_adapters_have_a_positive_rank_and_belong_to_the_task_lm():
     ):
         with pytest.raises(UserError, match=message):
             Config.of(task="lm", model="a", **settings)
-    with pytest.raises(UserError, match="lora belongs to the task lm"):
-        Config.of(task="digits", lora=8)
+
+
+def test_the_configuration_of_a_language_model_fixes_its_experts():
+    for settings, message in (
+        ({"experts": 4}, "experts is given"),
+        ({"width": 8, "top_k": 2, "z_loss": 0.1}, "width, top_k, z_loss are given"),
+    ):
+        with pytest.raises(
+            UserError, match=f"{message}, but for task lm the configuration of --model decides"
+        ):
+            Config.of(task="lm", model="a", **settings)
+    assert Config.of(task="lm", model="a", balance_loss=0.1, balance_bias=0.01).moe.balance_bias == 0.01

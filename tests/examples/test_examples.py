@@ -24,6 +24,7 @@ LAST_WORDS = {
     "fine_tune": "exported: Qwen3MoeForCausalLM",
 }
 
+ARGUMENTS = {"fine_tune": ["tiny"]}
 LAST_WORDS_ON_RAY = {
     "chaos": "losses equal to the bit: True",
     "sweep": "## Weak scaling",
@@ -40,7 +41,9 @@ def run_script(
     _rank: int, _size: int, _store: str, name: str, folder: str, environment: dict[str, str]
 ) -> str:
     log = enter_folder(folder, environment)
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    script = str(EXAMPLES / f"{name}.py")
+    sys.argv = [script, *ARGUMENTS.get(name, [])]
+    runpy.run_path(script, run_name="__main__")
     sys.stdout.flush()
     return log.read_text(encoding="utf-8")
 
@@ -48,6 +51,7 @@ def run_script(
 @pytest.mark.parametrize("name", LAST_WORDS)
 def test_a_script_runs(name: str, tmp_path: Path) -> None:
     assert LAST_WORDS[name] in run_example(name, tmp_path, {})
+    assert all((tmp_path / folder).is_dir() for folder in ARGUMENTS.get(name, []))
 
 
 @pytest.mark.ray

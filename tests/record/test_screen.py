@@ -66,6 +66,25 @@ def drawn_lines(text: str) -> list[str]:
     return [line for line in re.split(r"[\r\n]", without_escapes(text)) if line.strip()]
 
 
+@pytest.mark.parametrize("total", [100, None])
+def test_the_users_interval_is_that_of_the_lines_in_a_pipe(total: int | None) -> None:
+    screen, out = piped()
+    screen.log_every = 20
+    screen(start(total))
+    for number in range(1, 101):
+        screen(step(number))
+    steps = [int(number) for number in re.findall(r"step (\d+)/", out.getvalue())]
+    assert steps == [1, 20, 40, 60, 80, 100]
+
+
+def test_samples_per_second_are_samples_whatever_the_loss_counts() -> None:
+    screen, out = piped()
+    screen(start(10) | {"unit": "samples"})
+    for number in range(1, 11):
+        screen(step(number, units=1))
+    assert "1.3k samples/s" in out.getvalue()
+
+
 def test_piped_output_is_plain_and_short() -> None:
     screen, out = piped()
     screen(start(200))
@@ -163,6 +182,14 @@ def test_the_speed_has_the_unit_of_the_task() -> None:
     screen(start(2) | {"unit": "frames"})
     screen(step(1, units=64 * 128, seconds=0.5))
     assert "16.4k frames/s" in out.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "speed"), [(2750.0, "0.023"), (128.0, "0.5"), (5.0, "12.8")])
+def test_a_slow_run_shows_the_digits_of_its_speed(seconds: float, speed: str) -> None:
+    screen, out = piped()
+    screen(start(2))
+    screen(step(1, seconds=seconds))
+    assert f"  {speed} samples/s" in out.getvalue()
 
 
 def test_the_speed_is_that_of_the_last_steps() -> None:

@@ -77,13 +77,18 @@ def test_discarded_steps_are_gone(order: str) -> None:
 
 def test_a_resume_by_the_user_counts_as_a_recovery() -> None:
     again = [
+        at(
+            499, "resume", step=35, path="step_00000035", skipped=[]
+        ),  # read before the process starts to train
         start(500, 35),
         *steps(36, 45, 500),
         at(511, "end", status="completed", reason="", steps=45, seconds=11.0),
     ]
-    summary = summarise([start(0, 0), *steps(1, 40, 0), *again])
+    killed = [start(0, 0), *steps(1, 40, 0)]
+    summary = summarise([*killed, *again])
     assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (0, 1, 5)
-    assert summary["seconds"] == 40 + 11  # without the pause between the two
+    assert summary["seconds"] == 40 + 12  # without the pause between the two
+    assert split_sessions([*killed, *again]) == [killed, again]
     mixed = summarise([*ORDERS["recovery before start"], start(500, 45), *steps(46, 50, 500)])
     assert mixed["recoveries"] == 2
     assert mixed["status"] == "killed"  # an earlier end says nothing about this one

@@ -146,9 +146,9 @@ class _EventWriter:
     def session(self, first: int, last: int) -> None:
         """Write the events of a process that runs the steps ``first`` to ``last``."""
         run = self.run
-        self.start(first - 1)
         if first > 1:
             self.write("resume", step=first - 1, path=f"checkpoints/step_{first - 1:08d}", skipped=[])
+        self.start(first - 1)
         for step in range(first, last + 1):
             for index in range(run.ooms if step == first else 0):
                 micro = run.batch >> index

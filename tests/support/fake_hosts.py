@@ -273,7 +273,7 @@ def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
         config = Config.of(run_dir=folder, **settings)
         plan = SimpleNamespace(snapshots=snapshots or Choice("on", "they fit"))
         prepared = SimpleNamespace(resolved=SimpleNamespace(config=config), plan=plan)
-        assignment: Any = SimpleNamespace(prepared=prepared, run_dir=folder)
+        assignment: Any = SimpleNamespace(prepared=prepared, run_dir=folder, link=None)
         log = EventLog(folder / "events.jsonl")
         run = ExpertParallelRun(assignment, hosts, False, log, RecoveryLog(log, folder))
         return FakeRun(run, clock, folder)

@@ -13,13 +13,11 @@ from typing import Any, Literal
 from orchestrator.record.live.state import RunState
 from orchestrator.record.placements import measurement
 from orchestrator.record.scalars import to_float
+from orchestrator.types import PHASES
 
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[Labels, float]
 Kind = Literal["gauge", "counter"]
-
-PHASES = ("data", "forward", "backward", "communication", "optimizer")
-"""Parts of a step, in their order."""
 
 
 @dataclass(frozen=True)

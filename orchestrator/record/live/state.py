@@ -32,6 +32,7 @@ _NOTABLE = {
     "upload",
     "oom",
     "compile",
+    "cuda_graph",
     "warning",
     "failure",
     "recovery",

@@ -23,6 +23,8 @@ from orchestrator.report.run.stats import (
 from orchestrator.types import bytes_text, seconds_text, speed_text
 
 MAX_METRICS = 8
+_EQUAL_SHARE = 0.0005
+"""Of a value: a smaller difference is shown as 0.0 %."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,14 @@ class Figure:
     @property
     def best(self) -> float | None:
         known = [value for value in self.values if value is not None]
-        if self.mode is None or len(known) < 2 or len(set(known)) == 1:
+        if self.mode is None or len(known) < 2 or self.are_equal(min(known), max(known)):
             return None
         return min(known) if self.mode == "min" else max(known)
+
+    def are_equal(self, one: float, other: float) -> bool:
+        """Whether two values are equal as they are shown. One that is shown coarsely must be near, too."""
+        is_near = abs(one - other) < _EQUAL_SHARE * max(abs(one), abs(other))
+        return one == other or (is_near and self.text_of(one) == self.text_of(other))
 
 
 def figures(runs: Sequence[ComparedRun]) -> list[Figure]:

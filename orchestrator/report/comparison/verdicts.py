@@ -100,7 +100,7 @@ def _verdict(figure: Figure, samples: Sequence[_Sample]) -> Verdict | None:
         return _verdict_of_one(figure, samples[0]) if samples else None
     sign = -1 if figure.mode == "min" else 1
     best, *others = sorted(samples, key=lambda sample: sign * sample.mean, reverse=True)
-    if others[-1].mean == best.mean:
+    if figure.are_equal(best.mean, others[-1].mean):
         return Verdict(figure.name, "equal", "", f"equal in all runs: {figure.text_of(best.mean)}")
     noise = _noise(samples)
     margins = {sample.label: _margin(noise, best, sample, len(samples)) for sample in others}

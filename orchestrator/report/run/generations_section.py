@@ -23,9 +23,12 @@ def generations_section(record: RunRecord) -> str:
     if not results:
         return ""
     last = max(results, key=lambda result: to_float(result.get("time")) or 0.0)
-    cards = "".join(_card(generation) for generation in entries(last, "generations"))
-    subtitle = f"step {last.get('step')}, greedy, prompts of {last.get('split')} or your own"
-    return heading("Generations", subtitle) + cards
+    generations = entries(last, "generations")
+    cards = "".join(_card(generation) for generation in generations)
+    from_data = any(generation.get("reference") is not None for generation in generations)
+    source = f"prompts of the {last.get('split')} data" if from_data else "prompts of --prompts"
+    subtitle = f"{source}, continued by the weights of step {last.get('step')} with the most probable tokens"
+    return f'{heading("Generations", subtitle)}<div class="grid one">{cards}</div>'
 
 
 def _read(path: Path) -> dict[str, Any] | None:

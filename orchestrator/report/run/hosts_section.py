@@ -23,9 +23,9 @@ from orchestrator.report.run.host_load import (
 )
 from orchestrator.report.run.read import RunRecord
 from orchestrator.report.run.sections import Tile, heading, tile_row, with_unit
-from orchestrator.report.run.stats import flops_text, plural
+from orchestrator.report.run.stats import plural
 from orchestrator.report.run.svg import heat_image
-from orchestrator.types import bytes_text, seconds_text
+from orchestrator.types import bytes_text, flops_text, seconds_text
 
 SEGMENTS_PX = 480
 """Width of a host's experts on a page of full width."""
@@ -231,7 +231,7 @@ def _speed_text(speed: float | None) -> str:
     """Return a speed in FLOP/s; a small number is relative to the other hosts."""
     if not speed:
         return "–"
-    return esc(flops_text(speed)) if speed >= MIN_FLOPS else f"{speed:g}, relative"
+    return esc(f"{flops_text(speed)}/s") if speed >= MIN_FLOPS else f"{speed:g}, relative"
 
 
 def _experts_text(load: HostLoad, index: int) -> str:

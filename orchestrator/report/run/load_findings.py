@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from orchestrator.report.run.expert_load import busiest_layer, idlest_layer, layer_loads
 from orchestrator.report.run.finding import MAX_ADVICE, Finding, merge
 from orchestrator.report.run.host_load import UNEVEN, host_load
 from orchestrator.report.run.read import RunRecord, section
 from orchestrator.report.run.stats import (
     flops_per_second,
-    flops_text,
     gpu_utilization,
     is_compiled,
     memory,
@@ -17,7 +18,7 @@ from orchestrator.report.run.stats import (
     shares,
     speed,
 )
-from orchestrator.types import bytes_text, seconds_text
+from orchestrator.types import bytes_text, flops_text, seconds_text
 
 # A GPU with less than this utilization, in percent, and shorter steps than this waits for Python.
 IDLE_UTILIZATION = 50.0
@@ -122,7 +123,7 @@ def _uneven_hosts(record: RunRecord) -> Finding | None:
     advice = list(placement_advice(record))
     if not advice and predicted is not None and predicted > UNEVEN:
         advice.append("fewer --workers, or smaller experts and more of them: no placement balances these")
-    if not section(record.config, "moe").get("balance_bias"):
+    if not section(record.config, "moe").get("balance_bias") and _takes_balance_bias(record):
         advice.append(
             "--balance-bias 0.001: steers the gate towards experts with few rows, without a loss term"
         )
@@ -162,11 +163,24 @@ def _uneven_experts(record: RunRecord) -> Finding | None:
         evidence.append(f"{num_idle} of {num_experts} experts of layer {layer} receive almost no tokens")
     if not evidence:
         return None
-    advice = (
-        _balance_loss_advice(record),
-        "fewer --experts, or a larger --top-k, if some stay idle to the end",
-    )
-    return Finding("imbalance", tuple(evidence), advice)
+    advice = [_balance_loss_advice(record)]
+    if not _is_language_model(record):
+        advice.append("fewer --experts, or a larger --top-k, if some stay idle to the end")
+    return Finding("imbalance", tuple(evidence), tuple(advice))
+
+
+def _is_language_model(record: RunRecord) -> bool:
+    """Return whether a configuration of transformers fixes the experts."""
+    return record.fact("task") == "lm"
+
+
+def _takes_balance_bias(record: RunRecord) -> bool:
+    """Return whether the task takes --balance-bias: few families of language models have routing biases,
+    and --lora leaves them as they are."""
+    if not _is_language_model(record):
+        return True
+    has_biases = section(record.plan, "model").get("router_biases") is True
+    return has_biases and section(record.config, "model").get("lora") is None
 
 
 def _balance_loss_advice(record: RunRecord) -> str:
@@ -174,6 +188,29 @@ def _balance_loss_advice(record: RunRecord) -> str:
     if not isinstance(weight, int | float):
         return "--balance-loss 0.02: pulls the gate towards even use"
     return f"--balance-loss {(weight or 0.005) * 2:g} (was {weight}): pulls the gate towards even use"
+
+
+def _largest_part(parts: Mapping[str, float]) -> str:
+    """Return the share of a step that its model, its optimizer or its CUDA graph takes."""
+    computing = {
+        "its CUDA graph": parts.get("graph", 0),
+        "forward and backward": _model_share(parts),
+        "the optimizer": parts.get("optimizer", 0),
+    }
+    name = max(computing, key=lambda name: computing[name])
+    return f"{computing[name]:.0%} of a step is {name}"
+
+
+def _model_share(parts: Mapping[str, float]) -> float:
+    return parts.get("forward", 0) + parts.get("backward", 0)
+
+
+def _fewer_updates_advice(record: RunRecord, parts: Mapping[str, float]) -> tuple[str, ...]:
+    if parts.get("optimizer", 0) <= _model_share(parts):
+        return ()
+    advice = larger_batch_advice(record, "fewer updates for the same samples; scale --learning-rate with it")
+    # Threads that wait for a busy core cost more than a small update.
+    return advice if record.on_gpu else (*advice, "OMP_NUM_THREADS=1, if other processes use the cores too")
 
 
 def compute_finding(record: RunRecord) -> Finding | None:
@@ -184,19 +221,21 @@ def compute_finding(record: RunRecord) -> Finding | None:
         return None
     evidence = []
     if parts:
-        share = parts.get("forward", 0) + parts.get("backward", 0)
-        evidence.append(f"{share:.0%} of a step is forward and backward")
+        evidence.append(_largest_part(parts))
     if record.on_gpu and use is not None:
         evidence.append(f"the GPU is busy {use:.0f}% of the time")
     rate = flops_per_second(record)
     if rate is not None:
-        evidence.append(f"{flops_text(rate)} by the plan's count of operations")
+        evidence.append(f"{flops_text(rate)}/s by the plan's count of operations")
+    fewer_updates = _fewer_updates_advice(record, parts)
     advice = (
+        *fewer_updates,
         *_compile_advice(record, "--compile: fuses operations, after some tens of seconds at the start"),
         *_half_precision_advice(record),
     )
     if record.on_gpu:
-        advice += larger_batch_advice(record, "while memory allows") or ("a faster GPU, or more of them",)
+        batch_advice = () if fewer_updates else larger_batch_advice(record, "while memory allows")
+        advice += batch_advice or ("a faster GPU, or more of them",)
     else:
         advice += ("a machine with a GPU",)
     return Finding("compute", tuple(evidence), advice[:MAX_ADVICE])

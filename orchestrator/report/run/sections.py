@@ -17,7 +17,6 @@ from orchestrator.report.run.stats import (
     device_name,
     final_evaluation,
     flops_per_second,
-    flops_text,
     memory,
     metric_names,
     monitored_figures,
@@ -35,7 +34,7 @@ from orchestrator.report.run.stats import (
 )
 from orchestrator.report.run.svg import chart, heat_image, labelled_bar, stacked_bar
 from orchestrator.report.run.verdict import verdict
-from orchestrator.types import bytes_text, count_text, seconds_text
+from orchestrator.types import bytes_text, count_text, flops_text, seconds_text
 
 TONES = {"completed": "good", "stopped": "info", "failed": "bad", UNFINISHED: "warn"}
 HEADLINES = {
@@ -270,7 +269,7 @@ def time_section(record: RunRecord) -> str:
     if not cards:
         return ""
     rate = flops_per_second(record)
-    subtitle = f"{flops_text(rate)} by the plan's count" if rate else compile_text(record)
+    subtitle = f"{flops_text(rate)}/s by the plan's count" if rate else compile_text(record)
     width = " one" if len(cards) == 1 else ""
     return f'{heading("Where the time goes", subtitle)}<div class="grid{width}">{"".join(cards)}</div>'
 

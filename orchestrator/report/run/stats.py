@@ -14,7 +14,7 @@ from orchestrator.errors import UserError
 from orchestrator.record.events import Event
 from orchestrator.record.speed import Speed, after_warm_up, speed_of
 from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, number, section
-from orchestrator.types import PHASES, count_text
+from orchestrator.types import PHASES
 
 OTHER = "other"
 
@@ -263,12 +263,6 @@ def workers_text(record: RunRecord) -> str:
 def unit_name(record: RunRecord) -> str:
     """Return the name of a unit that is not a sample."""
     return str(record.fact("unit") or "tokens")
-
-
-def flops_text(rate: float) -> str:
-    """Return a rate of operations for people: 4.85e14 -> '485.3 TFLOP/s'."""
-    text = count_text(rate)
-    return f"{text[:-1]} {text[-1]}FLOP/s" if text[-1].isalpha() else f"{text} FLOP/s"
 
 
 @cached_on_record

@@ -30,6 +30,7 @@ PART_COLORS = {
     "backward": 2,
     "communication": 4,
     "optimizer": 3,
+    "graph": 0,
     "training": 0,
     "evaluation": 1,
     "checkpoints": 3,

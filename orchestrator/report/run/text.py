@@ -30,7 +30,6 @@ from orchestrator.report.run.stats import (
     device_name,
     final_evaluation,
     flops_per_second,
-    flops_text,
     memory,
     metric_names,
     monitored_figures,
@@ -48,7 +47,7 @@ from orchestrator.report.run.stats import (
     workers_text,
 )
 from orchestrator.report.run.verdict import verdict
-from orchestrator.types import bytes_text, count_text, seconds_text
+from orchestrator.types import bytes_text, count_text, flops_text, seconds_text
 
 WIDTH = 100
 LABEL_WIDTH = 22
@@ -142,7 +141,7 @@ def _speed_lines(record: RunRecord) -> list[Line]:
         lines.append(("measured over", measured.basis))
         flops = flops_per_second(record)
         if flops is not None:
-            lines.append(("compute", f"{flops_text(flops)} by the plan's count"))
+            lines.append(("compute", f"{flops_text(flops)}/s by the plan's count"))
     return [*lines, ("compilation", compile_text(record))]
 
 

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import parse_change
-from orchestrator.record.text import change_line, failure_text, recovery_text, settings_text
+from orchestrator.record.text import change_line, cuda_graph_text, failure_text, recovery_text, settings_text
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.read import RunRecord, entries, finite
 from orchestrator.types import bytes_text, seconds_text
@@ -154,12 +154,14 @@ def _end_text(event: Event) -> str:
 _NAMES = {
     "oom": "out of memory",
     "compile": "compilation",
+    "cuda_graph": "CUDA graph",
     "snapshot_interval": "snapshots",
     "expert": "experts",
     "settings": "changed settings",
 }
 _TEXTS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "compile": ("calm", _compile_text),
+    "cuda_graph": ("calm", cuda_graph_text),
     "placement": ("calm", _placement_text),
     "expert": ("info", _expert_text),
     "snapshot_interval": ("calm", _snapshot_interval_text),

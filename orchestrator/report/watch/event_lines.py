@@ -10,7 +10,14 @@ from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import parse_change
 from orchestrator.record.placements import measurement
 from orchestrator.record.scalars import to_float
-from orchestrator.record.text import change_line, failure_text, oom_text, recovery_text, settings_text
+from orchestrator.record.text import (
+    change_line,
+    cuda_graph_text,
+    failure_text,
+    oom_text,
+    recovery_text,
+    settings_text,
+)
 from orchestrator.types import bytes_text, first_line, seconds_text
 
 _BAD = "red"
@@ -106,6 +113,7 @@ _TEXTS: dict[str, Callable[[Event], Line]] = {
     "upload": _saved("uploaded"),
     "oom": lambda event: (oom_text(event), _BAD),
     "compile": _compile,
+    "cuda_graph": lambda event: (cuda_graph_text(event), _DIM),
     "warning": lambda event: (f"warning: {first_line(event.get('message'))}", _ATTENTION),
     "failure": _failure,
     "recovery": _recovery,

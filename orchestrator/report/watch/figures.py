@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.record.live.metrics import PHASES
 from orchestrator.record.live.state import RunState
 from orchestrator.record.placements import measurement
 from orchestrator.record.scalars import to_float
 from orchestrator.record.speed import RECENT_STEPS
 from orchestrator.report.watch.glyphs import bar, curve
 from orchestrator.report.watch.lines import LABEL_WIDTH, label_line, line, spread
-from orchestrator.types import bytes_text, count_text, counted, seconds_text, speed_text
+from orchestrator.types import PHASES, bytes_text, count_text, counted, seconds_text, speed_text
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+_MADE_BEFORE_EVENTS = {"checkpoints", "hf", "logs", "remote", "tensorboard"}
+"""Files and folders that a run makes before it records its first event."""
+
 
 class Watch:
     """The view of one run folder, local or remote."""
@@ -79,6 +82,26 @@ def _follow(location: Path, state: RunState) -> Follower:
     if not (location / EVENTS).exists() and not (location / "config.yaml").exists():
         raise UserError(f"there is no run in {location}: it holds no {EVENTS}; give the folder of a run")
     return Follower(location / EVENTS, [state])
+
+
+def wait_for_run(location: Path, console: Console, interval_s: float) -> None:
+    """Wait for the first events of a run that has not begun, as that of a job which was submitted."""
+    if not _may_begin(location):
+        return
+    text = f"there is no run in {location} yet; waiting for it (Ctrl-C leaves)"
+    console.print(text, markup=False, soft_wrap=True)
+    while _may_begin(location):
+        time.sleep(interval_s)
+
+
+def _may_begin(location: Path) -> bool:
+    """Whether there is neither a run nor anything else in the folder."""
+    if as_url(location) is not None:
+        return not holds_record(open_folder("the run folder", location))
+    if not location.is_dir():
+        return not location.exists() and location.absolute().parent.is_dir()
+    names = {path.name for path in location.iterdir() if not path.name.startswith(".")}
+    return names <= _MADE_BEFORE_EVENTS
 
 
 def show_once(watch: Watch, console: Console) -> None:

@@ -10,8 +10,10 @@ import pytest
 from scipy import stats
 
 from orchestrator.report.comparison.compare import compare
+from orchestrator.report.comparison.figures import Figure
 from orchestrator.report.comparison.runs import ComparedRun
 from orchestrator.report.comparison.verdicts import Verdict, groups
+from orchestrator.types import bytes_text
 from tests.report.comparison.helpers import runs_in, set_accuracy, write_named
 from tests.support.fake_events import FakeRun
 
@@ -67,6 +69,32 @@ def test_one_seed_repeated_says_nothing_about_the_noise_of_quality(tmp_path: Pat
 
 def test_equal_results_are_equal(tmp_path: Path) -> None:
     assert accuracy_verdict(runs_with(tmp_path, {0.1: [0.9], 0.2: [0.9]})).outcome == "equal"
+
+
+def test_results_that_are_shown_alike_are_equal(tmp_path: Path) -> None:
+    runs = runs_with(tmp_path, {0.1: [0.900001], 0.2: [0.900002], 0.3: [0.9]})
+    verdict = accuracy_verdict(runs)
+    assert (verdict.outcome, verdict.best) == ("equal", "")
+    assert verdict.text == "equal in all runs: 0.9"
+
+
+@pytest.mark.parametrize(
+    ("other", "best"),
+    [
+        (340.61, None),  # of as many MiB: the same text, and less than 0.05 % away
+        (341.0, 340.6),
+        (340.648, None),
+    ],
+)
+def test_memory_that_is_shown_alike_has_no_best_run(other: float, best: float | None) -> None:
+    figure = Figure("peak memory", (340.6 * 2**20, other * 2**20), "min", bytes_text)
+    assert figure.best == (None if best is None else best * 2**20)
+
+
+def test_values_that_only_their_text_makes_equal_are_compared() -> None:
+    """1.46 and 1.54 GiB are both shown as 1.5 GiB, and are 5 % apart."""
+    figure = Figure("peak memory", (1.46 * 2**30, 1.54 * 2**30), "min", bytes_text)
+    assert figure.best == 1.46 * 2**30
 
 
 def test_seeds_of_one_setting_have_mean_and_deviation(tmp_path: Path) -> None:

@@ -110,11 +110,6 @@ def test_missing_values_are_left_out(tmp_path):
     assert stats.gpu_utilization(read_run_record(tmp_path)) is None
 
 
-def test_flops_are_shown_with_a_prefix():
-    assert stats.flops_text(4.853e14) == "485.3 TFLOP/s"
-    assert stats.flops_text(12) == "12 FLOP/s"
-
-
 def test_non_finite_losses_are_described(tmp_path):
     assert stats.non_finite_text(record_of(tmp_path / "a")) is None
     assert (

@@ -93,6 +93,27 @@ def test_each_cause_is_found_with_advice(tmp_path, fields, bound_by, flag):
     assert 1 <= len(finding.advice) <= 3
 
 
+def test_language_models_get_no_advice_that_their_task_refuses(tmp_path, monkeypatch):
+    refused = ("--balance-bias", "--experts", "--top-k")
+    fields = {"workers": 2, "experts": 8, "hosted": True, "skew": 1.0, "sizes": (64,)}
+    assert advised_flags(verdict_of(tmp_path / "a", **fields), *refused)
+    monkeypatch.setattr(FakeRun, "task", "lm")
+    finding = verdict_of(tmp_path / "b", **fields)
+    assert finding.bound_by == "imbalance"
+    assert advised_flags(finding, *refused, "--balance-loss") == ["--balance-loss"]
+
+
+@pytest.mark.parametrize(("lora", "advised"), [(None, ["--balance-bias"]), (16, [])])
+def test_language_models_with_routing_biases_are_advised_to_move_them(tmp_path, monkeypatch, lora, advised):
+    """Adapters leave them as they are."""
+    monkeypatch.setattr(FakeRun, "task", "lm")
+    fields = {"workers": 2, "experts": 8, "hosted": True, "skew": 1.0, "sizes": (64,)}
+    record = run_record(tmp_path, FakeRun(**fields))
+    record.plan["model"] = {"router_biases": True}
+    record.config["model"] = {"lora": lora}
+    assert advised_flags(verdict(record), "--balance-bias") == advised
+
+
 def test_evidence_has_the_numbers(tmp_path):
     assert (
         verdict_of(tmp_path / "a", phases=MOSTLY_DATA)
@@ -170,6 +191,22 @@ def test_a_cpu_run_gets_no_evidence_about_a_gpu(tmp_path):
     finding = verdict_of(tmp_path, step_s=0.001, evaluate_s=0.0, checkpoint_s=0.0)
     assert finding.bound_by == "compute"
     assert not any("GPU is busy" in line for line in finding.evidence)
+
+
+def test_a_step_that_is_mostly_the_optimizer_says_so(tmp_path):
+    phases = {"data": 0.05, "forward": 0.05, "backward": 0.05, "optimizer": 0.85}
+    on_cpu = verdict_of(tmp_path / "cpu", phases=phases)
+    assert on_cpu.evidence[0] == "85% of a step is the optimizer"
+    assert advised_flags(on_cpu, "larger --batch-size: fewer updates", "OMP_NUM_THREADS=1") == [
+        "larger --batch-size: fewer updates",
+        "OMP_NUM_THREADS=1",
+    ]
+    on_gpu = verdict_of(tmp_path / "gpu", phases=phases, gpu=True)
+    assert "OMP_NUM_THREADS" not in " ".join(on_gpu.advice)
+    assert " ".join(on_gpu.advice).count("--batch-size") == 1
+    mostly_model = phases | {"forward": 0.5, "optimizer": 0.4}
+    finding = verdict_of(tmp_path / "model", phases=mostly_model)
+    assert finding.evidence[0] == "55% of a step is forward and backward"
 
 
 def test_settings_that_are_on_already_are_not_advised(tmp_path):
