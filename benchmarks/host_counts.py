@@ -10,7 +10,6 @@ the gate. Another placement is that of one host fewer.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -60,16 +59,11 @@ def tables(arguments: argparse.Namespace) -> str:
     join_rows = [join_row(hosts) for hosts in arguments.hosts]
     return (
         header("Costs of a host as hosts are added", arguments)
-        + f"Commit {_commit()}.\n\nBytes that a host reads to resume from snapshots:\n\n"
+        + "Bytes that a host reads to resume from snapshots:\n\n"
         + markdown_table(restore_columns, restore_rows)
         + "\nRounds of a host from the rendezvous to the first step:\n\n"
         + markdown_table(join_columns, join_rows)
     )
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from experts.rebalance.costs import Cluster, LayerCosts, balance_problem, shares
 from experts.rebalance.decisions import BalanceRules, decide, layer_imbalance
 from experts.rebalance.load_history import LoadHistory
 from experts.rebalance.plan import Transfer
-from experts.rebalance.state import host_seconds, sync_seconds
+from experts.rebalance.state import copy_seconds, host_seconds
 from experts.structure import LayerStructure, changed
 
 WIDTH = 2048
@@ -174,7 +174,7 @@ def simulate(case: Case, loads: Sequence[Sequence[int]], rules: BalanceRules | N
         problem = balance_problem(layer, tuple(counts), COSTS, cluster)
         shares = shares_of(layer, case.num_hosts)
         result.imbalances.append(layer_imbalance(layer, counts, COSTS, cluster))
-        result.seconds.append(max(host_seconds(problem, shares)) + sync_seconds(problem, shares))
+        result.seconds.append(max(host_seconds(problem, shares)) + copy_seconds(problem, shares))
         result.even_seconds.append(problem.mean)
         if rules is not None and step % INTERVAL == 0:
             window = np.sum(loads[step - INTERVAL : step], axis=0).tolist()

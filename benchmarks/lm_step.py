@@ -10,25 +10,21 @@ fp32, as ours do; ``bf16 weights`` keep everything in bf16, which is less exact 
 from __future__ import annotations
 
 import argparse
-import gc
 import tempfile
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.peer_steps import free_memory, timed_steps, transformers_step
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
 from orchestrator.trainer import Trainer
 from tests.support.large_models import CONFIGS
 
 MODEL = CONFIGS["Qwen3-30B-A3B"]
-WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ def _ours(folder: Path, tokens: Path, arguments: argparse.Namespace) -> Row:
         optimizer="adamw",
     )
     (result,) = Trainer(config=config, quiet=True).bench(iterations=arguments.steps)
-    _free()
+    free_memory()
     return Row("ours", result.median["total"], result.peak_memory_bytes, result.loss)
 
 
@@ -121,52 +117,20 @@ def _transformers(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _free()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    free_memory()
     with device:
         model: Any = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(folder), dtype=weights, experts_implementation=implementation
         )
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.from_numpy(np.load(tokens)[: arguments.samples * arguments.sequence_length].astype(np.int64))
     ids = ids.reshape(arguments.samples, -1).to(device)
-    in_bf16 = device.type == "cuda" and weights == torch.float32
-    autocast = torch.autocast("cuda", torch.bfloat16) if in_bf16 else nullcontext()
-
-    def step() -> float:
-        optimizer.zero_grad(set_to_none=True)
-        with autocast:
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return float(loss.detach())
-
-    seconds, loss = _median_seconds(step, arguments.steps)
+    seconds, loss = timed_steps(transformers_step(model, ids), arguments.steps)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    _free()
+    free_memory()
     name = f"transformers {implementation}, {'fp32' if weights == torch.float32 else 'bf16'} weights"
-    return Row(name, seconds, peak, loss)
-
-
-def _median_seconds(step: Callable[[], float], steps: int) -> tuple[float, float]:
-    """Return the median of the steps' seconds, and the loss of the last one."""
-    losses: list[float] = []
-    seconds: list[float] = []
-    for _ in range(WARM_UP + steps):
-        began = perf_counter()
-        losses.append(step())  # waits for the device
-        seconds.append(perf_counter() - began)
-    return float(np.median(seconds[WARM_UP:])), losses[-1]
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    return Row(name, float(np.median(seconds)), peak, loss)
 
 
 def _table(rows: list[Row], arguments: argparse.Namespace) -> str:

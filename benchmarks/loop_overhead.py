@@ -15,8 +15,8 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -211,9 +211,15 @@ def ours(case: Case, device: torch.device, num_callbacks: int = 0) -> float:
         gpus = tuple(gpu.uuid or gpu.index for gpu in prepared.inventory.gpus)
         with Monitor(gpus) as monitor:
             Loop(training, LoopHooks(after_step=record_time, monitor=monitor.event_fields)).run()
+        training.close()
         trackers.close()
         log.close()
     return case.steps / (times[WARM_UP + case.steps] - times[WARM_UP])
+
+
+def without_graph(case: Case, device: torch.device) -> float:
+    """Return the steps per second of our loop where Python launches each kernel."""
+    return ours(replace(case, config=case.config.but(cuda_graph="off")), device)
 
 
 def under_ray(case: Case, device: torch.device) -> float:  # noqa: ARG001
@@ -269,6 +275,7 @@ def contestants() -> dict[str, Callable[[Case, torch.device], float]]:
     named: dict[str, Callable[[Case, torch.device], float]] = {
         "bare loop": bare,
         "orchestrator": ours,
+        "orchestrator, --cuda-graph off": without_graph,
         "orchestrator, two callbacks": partial(ours, num_callbacks=2),
     }
     if importlib.util.find_spec("accelerate"):
@@ -276,11 +283,12 @@ def contestants() -> dict[str, Callable[[Case, torch.device], float]]:
     return named | {"orchestrator, one worker of Ray Train": under_ray}
 
 
-def measure(case: Case, device: torch.device, rounds: int) -> list[list[str]]:
-    """Return the rows of one model. Contestants alternate."""
-    speeds: dict[str, list[float]] = {name: [] for name in contestants()}
+def measure(case: Case, device: torch.device, rounds: int, names: Sequence[str]) -> list[list[str]]:
+    """Return the rows of one model. The loops of these names alternate."""
+    loops = {name: run for name, run in contestants().items() if name in names or not names}
+    speeds: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(rounds):
-        for name, run in contestants().items():
+        for name, run in loops.items():
             speeds[name].append(run(case, device))
             print(f"{case.name}, {name}: {speeds[name][-1]:.2f} steps/s", flush=True)
     base = statistics.median(speeds["bare loop"])
@@ -300,11 +308,13 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small shapes, for a machine without a GPU")
     parser.add_argument("--precision", default="bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--cases", type=int, default=2, help="only the first so many models")
+    parser.add_argument("--loops", nargs="*", default=[], help="only these loops, and always 'bare loop'")
     arguments = parser.parse_args()
+    names = ["bare loop", *arguments.loops] if arguments.loops else []
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     chosen = cases(arguments.small, arguments.precision)[: arguments.cases]
-    rows = [row for case in chosen for row in measure(case, device, arguments.rounds)]
+    rows = [row for case in chosen for row in measure(case, device, arguments.rounds, names)]
     columns = ["model", "loop", "steps/s (median)", "range", "against bare", "median of paired ratios"]
     text = header("The loop against a bare one", arguments) + markdown_table(columns, rows)
     publish(text, arguments.out)

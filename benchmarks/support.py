@@ -5,7 +5,6 @@ and the result file.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -39,16 +38,9 @@ def header(title: str, arguments: argparse.Namespace) -> str:
         if value not in (None, False) and name != "out"
     )
     command = f"python -m benchmarks.{module} {flags}"
-    return f"# {title}\n\n{date.today()}, {device}, {versions}.\n{_commit()}\nCommand: `{command}`\n\n"
-
-
-def _commit() -> str:
-    """Return a sentence with the commit that the code is of; a tree that was changed since says so."""
-    command = ["git", "describe", "--always", "--dirty=, with changes", "--abbrev=7", "--exclude=*"]
-    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return (
-        f"Commit {found.stdout.strip()}." if found.returncode == 0 else "Commit unknown: no git repository."
-    )
+    found = hardware.versions.get("commit")
+    commit = found[:7] if found else "unknown: no git repository"
+    return f"# {title}\n\n{date.today()}, {device}, {versions}.\nCommit {commit}.\nCommand: `{command}`\n\n"
 
 
 def _flag(name: str, value: object) -> str:

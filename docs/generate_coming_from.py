@@ -2,7 +2,7 @@
 
     make docs-settings
 
-The answers are those that the command line gives to a foreign name. ``tests/docs/test_coming_from.py``
+The answers are those that the command line gives to a foreign name. ``tests/docs/test_pages.py``
 checks that the committed file equals the generated text.
 """
 
@@ -163,6 +163,15 @@ max_grad_norm 1.0
 max_length 2048
 packed true
 assistant_only_loss true
+completion_only_loss true
+chat_template chatml
+val_set_size 0.1
+stage sft
+eos_token </s>
+warmup_ratio 0.03
+neftune_noise_alpha 5
+attn_implementation flash_attention_2
+use_liger_kernel true
 lora_r 16
 load_in_4bit true
 output_dir runs/sft
@@ -170,6 +179,8 @@ save_steps 100
 save_total_limit 2
 resume_from_checkpoint true
 logging_steps 10
+save_strategy epoch
+eval_strategy steps
 eval_steps 100
 report_to wandb""",
     ),
