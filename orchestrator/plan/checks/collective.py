@@ -19,7 +19,8 @@ def probe(rank, size, backend, store):
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=30)
-    dist.init_process_group(backend, init_method="file://" + store, rank=rank, world_size=size, timeout=timeout)
+    method = "file://" + store
+    dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=timeout)
     total = torch.full((1024,), float(rank + 1), device=device)
     dist.all_reduce(total)
     assert total.eq(size * (size + 1) / 2).all(), f"a wrong sum: {total[0].item()}"
