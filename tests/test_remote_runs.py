@@ -20,7 +20,7 @@ from orchestrator.errors import OrchestratorError, TrainingFailed, UserError
 from orchestrator.record.events import by_step, of_kind, read_events
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.remote import mirror
+from orchestrator.train.remote import mirror, retry
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from tests.support.object_server import ObjectServer
 from tests.support.remote_kills import kill_and_resume
@@ -251,7 +251,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
         upload(self, source, name, *rest)
 
     monkeypatch.setattr(RemoteFolder, "upload", fail)
-    monkeypatch.setattr(mirror, "_wait_seconds", lambda number: 0.01)
+    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
 
 
 def test_a_failing_upload_is_tried_again_and_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_a_resumed_run_whose_uploads_fail_names_the_checkpoint_that_is_there(
 ) -> None:
     fit(url, max_steps=4)
     monkeypatch.setattr(RemoteCheckpoints, "upload", refuse_upload)
-    monkeypatch.setattr(mirror, "_wait_seconds", lambda number: 0.01)
+    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
     with pytest.raises(TrainingFailed, match="failed 6 times"):
         fit(url, max_steps=6, resume="auto")
     messages = [

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 
 from orchestrator.errors import CheckpointDamaged, TrainingFailed
 from orchestrator.record.log import Log
@@ -33,13 +33,12 @@ from orchestrator.train.remote.checkpoints import (
     named_checkpoint,
 )
 from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH, PublishRequest, open_requests
+from orchestrator.train.remote.retry import TRIES, retried, wait_seconds
 from orchestrator.types import first_line
 
 _LOOK_SECONDS = 1.0
-_MAX_WAIT_SECONDS = 60.0
 _LOUD_FAILURES = 5
 """Failures in a row after which a warning says what is at stake."""
-_LAST_TRIES = 6
 _LINKS = ".upload"
 """Folder of hard links to the checkpoint that is being uploaded: the run may remove its own names."""
 
@@ -102,40 +101,41 @@ class Mirror:
         error = self._try_often(self._upload_all)
         if error is not None:
             raise TrainingFailed(
-                f"the run ended, but its upload to {self._remote.url} failed {_LAST_TRIES} times "
+                f"the run ended, but its upload to {self._remote.url} failed {TRIES} times "
                 f"({first_line(error, None)}); all of it is in {self._local}: copy that folder there"
             )
 
     def _run(self) -> None:
         wait_s = 0.0
         while not self._stop.wait(wait_s):
-            error = self._try(self._upload_due)
-            wait_s = _LOOK_SECONDS if error is None else _wait_seconds(self._num_failures)
+            try:
+                self._warning_of_failures(self._upload_due)
+                wait_s = _LOOK_SECONDS
+            except Exception:
+                wait_s = wait_seconds(self._num_failures)
 
     def _try_often(self, action: Callable[[], None]) -> Exception | None:
         """Carry out an action, again after failures. Return the last error if all tries have failed."""
         self._num_failures = 0
-        for number in range(1, _LAST_TRIES + 1):
-            error = self._try(action)
-            if error is None or number == _LAST_TRIES:
-                return error
-            sleep(_wait_seconds(number))
+        try:
+            retried(lambda: self._warning_of_failures(action), errors=Exception)
+        except Exception as error:
+            return error
         return None
 
-    def _try(self, action: Callable[[], None]) -> Exception | None:
+    def _warning_of_failures(self, action: Callable[[], None]) -> None:
         """Carry out an action. Warn of its first failure, and when failures go on."""
         try:
             action()
-        # The storage, a full disk (hard links), a damaged checkpoint. An error that nobody thought of
-        # must not end the thread unseen either: it is told, and in the end fails the run.
+        # The storage, a full disk (hard links), a damaged checkpoint. An unforeseen error must not end
+        # the thread unseen either: there is a warning, and in the end the run fails.
         except Exception as error:
             self._num_failures += 1
             self._warn_of(error)
-            return error
+            raise
         if self._num_failures:
             self._num_failures = 0
             self._write("notice", message=f"uploads to {self._remote.url} work again")
-        return None
 
     def _warn_of(self, error: Exception) -> None:
         reason = first_line(error, None)
@@ -169,12 +169,14 @@ class Mirror:
         self._record.upload(with_logs=True)
 
     def _answer_requests(self) -> None:
-        """Carry out what the main host has asked for. It is told of a failure that does not pass."""
+        """Carry out the requests of the main host, and answer each: done, or why it failed.
+
+        A failure of the storage is answered after the last try, a damaged checkpoint at once."""
         for request in open_requests(self._local):
             try:
                 self._carry_out(request)
             except Exception as error:
-                if isinstance(error, CheckpointDamaged) or self._num_failures + 1 >= _LAST_TRIES:
+                if isinstance(error, CheckpointDamaged) or self._num_failures + 1 >= TRIES:
                     request.answer(first_line(error, None))
                 raise
             # It is done: from here on it counts, whatever happens to the older checkpoints.
@@ -232,10 +234,6 @@ class Mirror:
         relative_path = f"{CHECKPOINTS}/{path.name}"
         self._write("upload", step=step, path=relative_path, bytes=num_bytes, seconds=seconds)
         self._checkpoints.retain(self._keep, self._best_step)
-
-
-def _wait_seconds(num_failures: int) -> float:
-    return min(_MAX_WAIT_SECONDS, 2.0 ** (num_failures - 1))
 
 
 def _link_files(source: Path, target: Path) -> Path:

@@ -11,20 +11,16 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from time import sleep
-from typing import TypeVar
 
-from orchestrator.storage.folder import RemoteError, RemoteFolder
+from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.checkpoint.files import manifest_bytes, step_name
 from orchestrator.train.checkpoint.hashed_file import Hashes, no_progress
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, named_checkpoint
 from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH, ask
+from orchestrator.train.remote.retry import retried
 
-_TRIES = 6
 _DOWNLOADED = "downloaded-"
-
-T = TypeVar("T")
 
 
 class NodeStore(CheckpointStore):
@@ -115,21 +111,6 @@ def published_steps(url: str) -> list[int]:
     """Return the steps of the checkpoints of a run in a remote folder. Raises ``RemoteError``."""
     checkpoints = RemoteCheckpoints(RemoteFolder(url) / CHECKPOINTS)
     return [checkpoint.step for checkpoint in checkpoints.newest_first()]
-
-
-def retried(action: Callable[[], T], on_wait: Callable[[], None] = no_progress) -> T:
-    """Carry out an action, again while the storage does not answer. Raises its last ``RemoteError``."""
-    for number in range(_TRIES - 1):
-        try:
-            return action()
-        except RemoteError:
-            on_wait()
-            sleep(_wait_seconds(number))
-    return action()
-
-
-def _wait_seconds(num_failures: int) -> float:
-    return 2.0**num_failures
 
 
 def _remote_name(folder: Path) -> str:

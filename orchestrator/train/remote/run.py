@@ -27,7 +27,7 @@ from orchestrator.train.remote.checkpoints import (
 )
 from orchestrator.train.remote.local_copy import local_copy
 from orchestrator.train.remote.mirror import Mirror
-from orchestrator.train.remote.node_store import retried
+from orchestrator.train.remote.retry import retried
 from orchestrator.train.worker.run import record_failure
 from orchestrator.train.worker.run_dir import how_to_resume, new_folder, write_remote
 

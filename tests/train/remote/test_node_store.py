@@ -18,7 +18,7 @@ from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.files import HostPart, load, write_part
 from orchestrator.train.checkpoint.hashed_file import Hashes
 from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.remote import mirror, node_store
+from orchestrator.train.remote import mirror, node_store, retry
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.node_store import NodeStore
@@ -33,8 +33,7 @@ def nothing() -> None:
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(mirror, "_wait_seconds", lambda number: 0.01)
-    monkeypatch.setattr(node_store, "_wait_seconds", lambda number: 0.0)
+    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
 
 
 @pytest.fixture
