@@ -34,6 +34,11 @@ BIASES = ("up_bias", "down_bias")
 """The biases of an expert that has them, one for each matrix."""
 
 
+_MAX_UNUSED_BYTES = 64 * 2**20
+"""Experts of several sizes share one buffer, as wide as the largest. Where it would waste more than this, the
+host waits for the counts of the sizes instead: in steps of such batches a wait costs little."""
+
+
 @dataclass(frozen=True)
 class ExpertForm:
     """The computation of an expert besides its sizes.
@@ -246,21 +251,39 @@ class ExpertBank(nn.Module):
             if row_map is None:
                 return self._compute_rows(x, counts_L, weights_R)
             if self._is_fused(x, row_map):
-                (group,) = self.classes
-                weights = self._class_weights(group, x.dtype)
-                return experts_fused(x, weights["up"], weights["down"], counts_L, weights_R, row_map)
+                weights = [self._class_weights(group, x.dtype) for group in self.classes]
+                matrices = [(each["up"], each["down"]) for each in weights]
+                return experts_fused(x, matrices, counts_L, weights_R, row_map)
             rows_RD = copy_rows(x, row_map)
             return sum_rows(self._compute_rows(rows_RD, counts_L, weights_R), row_map)
 
+    def waits_for_counts(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether the host waits for the rows of each expert before it computes them."""
+        if self._can_fuse(device, dtype):
+            return False
+        return len(self.classes) > 1 or "loop" in self._kernels(device, dtype)
+
     def _is_fused(self, x_TD: Tensor, row_map: RowMap) -> bool:
         """Whether one function computes all rows of these tokens."""
-        if len(self.classes) != 1 or self.kind != "swiglu" or not self.form.is_plain:
+        num_rows = len(row_map.token_R)
+        if isinstance(x_TD, FakeTensor) or not num_rows or not self._can_fuse(x_TD.device, x_TD.dtype):
             return False
-        if isinstance(x_TD, FakeTensor) or not len(row_map.token_R):
+        return self._unused_bytes(num_rows, x_TD.itemsize) <= _MAX_UNUSED_BYTES
+
+    def _can_fuse(self, device: torch.device, dtype: torch.dtype) -> bool:
+        if self.kind != "swiglu" or not self.form.is_plain or self._kernels(device, dtype) != {"grouped"}:
             return False
-        sizes = (self.width, self.classes[0].hidden)
-        kernel = choose_kernel(self.kernel, x_TD.device, x_TD.dtype, *sizes)
-        return kernel == "grouped" and fused_experts.works(x_TD.device, x_TD.dtype, *sizes)
+        return fused_experts.works(device, dtype, self.width, [group.hidden for group in self.classes])
+
+    def _kernels(self, device: torch.device, dtype: torch.dtype) -> set[Kernel]:
+        """Return the kernels of all size classes."""
+        return {choose_kernel(self.kernel, device, dtype, self.width, group.hidden) for group in self.classes}
+
+    def _unused_bytes(self, num_rows: int, itemsize: int) -> int:
+        """Return how much longer the kept buffer is than the hidden rows, if experts have even shares."""
+        hidden = [group.hidden for group in self.classes for _ in group.rows]
+        excess = max(hidden) - sum(hidden) / len(hidden)
+        return int(2 * excess * num_rows * itemsize)
 
     def _compute_rows(self, rows_RD: Tensor, counts_L: Tensor, weights_R: Tensor) -> Tensor:
         """Compute rows, one size class after another."""

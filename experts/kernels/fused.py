@@ -189,39 +189,67 @@ def _with_whole_rows(rows_RD: Tensor) -> Tensor:
 
 def swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
     """Return the weighted SwiGLU, without a gradient."""
-    hidden_RH = hidden_RH.contiguous()
-    weights_R = weights_R.contiguous()
-    rows = hidden_RH.shape[0]
-    width = hidden_RH.shape[1] // 2
-    shape = tile(width, 2048)
-    output_RH = hidden_RH.new_empty(rows, width)
-    grid = (num_blocks(rows, shape.rows), num_blocks(width, shape.columns))
-    launch(_swiglu_kernel, shape, grid, hidden_RH, weights_R, output_RH, rows, H=width)
+    output_RH = hidden_RH.new_empty(hidden_RH.shape[0], hidden_RH.shape[1] // 2)
+    write_swiglu(hidden_RH.contiguous(), weights_R.contiguous(), output_RH)
     return output_RH
 
 
-def swiglu_backward(
+def swiglu_backward(grad_RH: Tensor, hidden_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of hidden rows and weights."""
+    gradients = SwigluGradients(torch.empty_like(hidden_RH), torch.empty_like(weights_R))
+    write_swiglu_gradients(grad_RH.contiguous(), hidden_RH.contiguous(), weights_R.contiguous(), gradients)
+    return gradients.hidden_RH, gradients.weights_R
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows that a kernel computes, as numbers on the device: the first one, and the end."""
+
+    begin_1: Tensor
+    end_1: Tensor
+
+
+def write_swiglu(hidden_RH: Tensor, weights_R: Tensor, output_RH: Tensor, span: Span | None = None) -> None:
+    """Write the weighted SwiGLU of all rows, or of those in a span."""
+    rows, width = output_RH.shape
+    shape = tile(width, 2048)
+    grid = (num_blocks(rows, shape.rows), num_blocks(width, shape.columns))
+    tensors = (hidden_RH, weights_R, output_RH, *_bounds(span, weights_R))
+    launch(_swiglu_kernel, shape, grid, *tensors, rows, H=width, SPAN=span is not None)
+
+
+@dataclass(frozen=True)
+class SwigluGradients:
+    """The tensors that the gradients of a weighted SwiGLU are written to.
+
+    The weighted SwiGLU itself is written to ``output_RH``, if given."""
+
+    hidden_RH: Tensor
+    weights_R: Tensor
+    output_RH: Tensor | None = None
+
+
+def write_swiglu_gradients(
     grad_RH: Tensor,
     hidden_RH: Tensor,
     weights_R: Tensor,
-    output_RH: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden rows and weights.
-
-    The weighted SwiGLU itself is written to ``output_RH``, if given."""
-    grad_RH = grad_RH.contiguous()
-    hidden_RH = hidden_RH.contiguous()
-    weights_R = weights_R.contiguous()
+    gradients: SwigluGradients,
+    span: Span | None = None,
+) -> None:
+    """Write the gradients of all rows, or of those in a span."""
     rows, width = grad_RH.shape
     shape = tile(width, 2048)
-    d_hidden_RH = torch.empty_like(hidden_RH)
-    d_weights_R = torch.empty_like(weights_R)
-    output = grad_RH if output_RH is None else output_RH
-    tensors = (grad_RH, hidden_RH, weights_R, d_hidden_RH, d_weights_R, output)
+    has_output = gradients.output_RH is not None
+    output = gradients.output_RH if has_output else grad_RH
+    tensors = (grad_RH, hidden_RH, weights_R, gradients.hidden_RH, gradients.weights_R, output)
     grid = (num_blocks(rows, shape.rows), 1)
-    has_output = output_RH is not None
-    launch(_swiglu_backward_kernel, shape, grid, *tensors, rows, H=width, OUTPUT=has_output)
-    return d_hidden_RH, d_weights_R
+    constants = {"H": width, "OUTPUT": has_output, "SPAN": span is not None}
+    launch(_swiglu_backward_kernel, shape, grid, *tensors, *_bounds(span, weights_R), rows, **constants)
+
+
+def _bounds(span: Span | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two bounds for a kernel, which reads them only if there is a span."""
+    return (unused, unused) if span is None else (span.begin_1, span.end_1)
 
 
 def num_blocks(size: int, block: int) -> int:
@@ -277,18 +305,24 @@ def _swiglu_kernel(
     hidden,
     weights,
     out,
+    begin,
+    end,
     rows,
     H: tl.constexpr,
+    SPAN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < H)[None, :]
+    has_row = row < rows
+    if SPAN:
+        has_row = (row >= tl.load(begin)) & (row < tl.load(end))
+    inside = has_row[:, None] & (column < H)[None, :]
     address = hidden + row[:, None] * (2 * H) + column[None, :]
     gate = tl.load(address, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(address + H, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weights + row, mask=row < rows, other=0.0).to(tl.float32)
+    weight = tl.load(weights + row, mask=has_row, other=0.0).to(tl.float32)
     output = gate * tl.sigmoid(gate) * value * weight[:, None]
     tl.store(out + row[:, None] * H + column[None, :], output.to(out.dtype.element_ty), mask=inside)
 
@@ -300,19 +334,25 @@ def _swiglu_backward_kernel(
     d_hidden,
     d_weights,
     output,
+    begin,
+    end,
     rows,
     H: tl.constexpr,
     OUTPUT: tl.constexpr,
+    SPAN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Each program computes whole rows, so that the gradient of a weight needs no second pass."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    weight = tl.load(weights + row, mask=row < rows, other=0.0).to(tl.float32)
+    has_row = row < rows
+    if SPAN:
+        has_row = (row >= tl.load(begin)) & (row < tl.load(end))
+    weight = tl.load(weights + row, mask=has_row, other=0.0).to(tl.float32)
     d_weight = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, H, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (column < H)[None, :]
+        inside = has_row[:, None] & (column < H)[None, :]
         offset = row[:, None] * (2 * H) + column[None, :]
         grad = tl.load(grads + row[:, None] * H + column[None, :], mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(hidden + offset, mask=inside, other=0.0).to(tl.float32)
@@ -327,7 +367,7 @@ def _swiglu_backward_kernel(
         d_gate = grad * value * sigmoid * (1.0 + gate * (1.0 - sigmoid))
         tl.store(d_hidden + offset, d_gate.to(d_hidden.dtype.element_ty), mask=inside)
         tl.store(d_hidden + offset + H, (grad * gate * sigmoid).to(d_hidden.dtype.element_ty), mask=inside)
-    tl.store(d_weights + row, tl.sum(d_weight, axis=1).to(d_weights.dtype.element_ty), mask=row < rows)
+    tl.store(d_weights + row, tl.sum(d_weight, axis=1).to(d_weights.dtype.element_ty), mask=has_row)
 
 
 _library = torch.library.Library("experts", "FRAGMENT")

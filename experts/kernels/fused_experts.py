@@ -1,11 +1,14 @@
-"""SwiGLU experts from tokens to tokens in one function.
+"""SwiGLU experts of any sizes from tokens to tokens, in one function.
 
 Only the tokens, the hidden rows before their activation and the routing are kept for the backward
-pass. The first product gathers its rows from the tokens. See ``experts.types`` for the letters of
-shapes."""
+pass. The first product gathers its rows from the tokens. The host never waits: how many rows a size
+class has is known to the device alone. See ``experts.types`` for the letters of shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -13,30 +16,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts.kernels import fused, row_products
-from experts.kernels.row_products import SIZE_MULTIPLE, RowTiles, row_product
+from experts.kernels.fused import Span, SwigluGradients
+from experts.kernels.row_products import SIZE_MULTIPLE, RowTiles, row_product, weight_gradient
 from experts.types import RowMap
 
 
-def works(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> bool:
+def works(device: torch.device, dtype: torch.dtype, width: int, sizes: Sequence[int]) -> bool:
     """Whether the function supports this device, type and these sizes."""
-    fits = width % SIZE_MULTIPLE == 0 and hidden % SIZE_MULTIPLE == 0
+    fits = all(size % SIZE_MULTIPLE == 0 for size in (width, *sizes))
     return fits and fused.available() and row_products.available(device, dtype)
 
 
 def experts_fused(
     x_TD: Tensor,
-    up_EDH: Tensor,
-    down_EHD: Tensor,
-    counts_E: Tensor,
+    matrices: Sequence[tuple[Tensor, Tensor]],
+    counts_L: Tensor,
     weights_R: Tensor,
     row_map: RowMap,
 ) -> Tensor:
     """Return the sum of each token's rows: outputs of its experts, times the weights of the rows.
 
-    It equals ``sum_rows(experts_grouped(copy_rows(x_TD, row_map), ...), row_map)``. There must be
-    a row."""
-    routing = (counts_E, row_map.token_R, row_map.row_TK)
-    result: Any = _Experts.apply(x_TD, up_EDH, down_EHD, weights_R, *routing)
+    ``matrices`` are the stacked ``up_EDH`` and ``down_EHD`` of each size class, the smallest first.
+    For one class it equals ``sum_rows(experts_grouped(copy_rows(x_TD, row_map), ...), row_map)``.
+    There must be a row."""
+    flat = [matrix for pair in matrices for matrix in pair]
+    result: Any = _Experts.apply(x_TD, weights_R, counts_L, row_map.token_R, row_map.row_TK, *flat)
     return result
 
 
@@ -45,96 +49,173 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TD: Tensor,
-        up_EDH: Tensor,
-        down_EHD: Tensor,
         weights_R: Tensor,
-        counts_E: Tensor,
+        counts_L: Tensor,
         token_R: Tensor,
         row_TK: Tensor,
+        *matrices: Tensor,
     ) -> Tensor:
-        inputs = (x_TD, up_EDH, down_EHD, weights_R, counts_E)
-        y_TD, hidden_RH = _ops.compute(*inputs, token_R, row_TK)
-        ctx.save_for_backward(*inputs, row_TK, hidden_RH)
+        y_TD, hidden = _ops.compute(x_TD, weights_R, counts_L, token_R, row_TK, matrices)
+        ctx.save_for_backward(x_TD, weights_R, counts_L, row_TK, hidden, *matrices)
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        trains_experts = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        d_x, d_up, d_down, d_weights = _ops.compute_backward(grads[0], *ctx.saved_tensors, trains_experts)
-        of_experts = (d_up, d_down) if trains_experts else (None, None)
-        return d_x, *of_experts, d_weights, None, None, None
+        x_TD, weights_R, counts_L, row_TK, hidden, *matrices = ctx.saved_tensors
+        trains_experts = any(ctx.needs_input_grad[5:])
+        d_x, d_weights, d_matrices = _ops.compute_backward(
+            grads[0], x_TD, weights_R, counts_L, row_TK, hidden, matrices, trains_experts
+        )
+        of_experts = d_matrices if trains_experts else [None] * len(matrices)
+        return d_x, d_weights, None, None, None, *of_experts
+
+
+@dataclass(frozen=True)
+class _Class:
+    """A size class: its matrices and the tiles of its rows."""
+
+    up_EDH: Tensor
+    down_EHD: Tensor
+    tiles: RowTiles
+
+    @property
+    def span(self) -> Span:
+        """The rows of the class."""
+        return Span(self.tiles.begins_E[:1], self.tiles.ends_E[-1:])
+
+
+def _classes(matrices: Sequence[Tensor], counts_L: Tensor, num_rows: int) -> list[_Class]:
+    pairs = list(zip(matrices[::2], matrices[1::2], strict=True))
+    bounds = accumulate((len(up_EDH) for up_EDH, _ in pairs), initial=0)
+    slots = [slice(*bound) for bound in pairwise(bounds)]
+    return [
+        _Class(up_EDH, down_EHD, RowTiles.of(counts_L, num_rows, part))
+        for (up_EDH, down_EHD), part in zip(pairs, slots, strict=True)
+    ]
+
+
+def _tables(buffer: Tensor, num_rows: int, widths: Sequence[int]) -> list[Tensor]:
+    """Return a table of rows for each class, all in one buffer of ``num_rows`` rows of the widest.
+
+    A class uses its own rows of its table. They are not those of another class: rows of wider classes
+    have higher numbers, and row r begins at r times the width of its table."""
+    return [buffer[: num_rows * width].view(num_rows, width) for width in widths]
+
+
+def _new_tables(like: Tensor, num_rows: int, widths: Sequence[int]) -> list[Tensor]:
+    return _tables(like.new_empty(num_rows * max(widths)), num_rows, widths)
 
 
 def _compute(
     x_TD: Tensor,
-    up_EDH: Tensor,
-    down_EHD: Tensor,
     weights_R: Tensor,
-    counts_E: Tensor,
+    counts_L: Tensor,
     token_R: Tensor,
     row_TK: Tensor,
+    matrices: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of the tokens' rows, and the hidden rows before their activation."""
-    tiles = RowTiles.of(counts_E, len(token_R))
-    hidden_RH = row_product(x_TD.contiguous(), up_EDH, tiles, token_R)
-    output_RD = row_product(fused.swiglu(hidden_RH, weights_R), down_EHD, tiles)
-    return fused.add_rows(output_RD, row_TK), hidden_RH
+    num_rows = len(token_R)
+    x_TD = x_TD.contiguous()
+    weights_R = weights_R.contiguous()
+    classes = _classes(matrices, counts_L, num_rows)
+    hidden = x_TD.new_empty(num_rows * _widest(matrices))
+    hidden_tables = _tables(hidden, num_rows, [each.up_EDH.shape[2] for each in classes])
+    activated_tables = _new_tables(x_TD, num_rows, [each.down_EHD.shape[1] for each in classes])
+    output_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
+    for each, hidden_RH, activated_RH in zip(classes, hidden_tables, activated_tables, strict=True):
+        row_product(x_TD, each.up_EDH, each.tiles, token_R, hidden_RH)
+        fused.write_swiglu(hidden_RH, weights_R, activated_RH, each.span)
+        row_product(activated_RH, each.down_EHD, each.tiles, None, output_RD)
+    return fused.add_rows(output_RD, row_TK), hidden
 
 
 def _compute_backward(
     grad_TD: Tensor,
     x_TD: Tensor,
-    up_EDH: Tensor,
-    down_EHD: Tensor,
     weights_R: Tensor,
-    counts_E: Tensor,
+    counts_L: Tensor,
     row_TK: Tensor,
-    hidden_RH: Tensor,
+    hidden: Tensor,
+    matrices: Sequence[Tensor],
     trains_experts: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of tokens, both matrices and weights."""
-    num_rows = len(hidden_RH)
-    tiles = RowTiles.of(counts_E, num_rows)
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return the gradients of tokens and weights, and those of the matrices if they are trained."""
+    weights_R = weights_R.contiguous()
+    num_rows = len(weights_R)
+    classes = _classes(matrices, counts_L, num_rows)
+    inner_widths = [each.down_EHD.shape[1] for each in classes]
+    hidden_widths = [each.up_EDH.shape[2] for each in classes]
+    tables = zip(
+        classes,
+        _tables(hidden, num_rows, hidden_widths),
+        _new_tables(x_TD, num_rows, inner_widths),
+        _new_tables(x_TD, num_rows, inner_widths),
+        _new_tables(x_TD, num_rows, hidden_widths),
+        strict=True,
+    )
     grad_RD = fused.copy_rows(grad_TD, row_TK, num_rows)
-    grad_RH = row_product(grad_RD, down_EHD.transpose(1, 2), tiles)
-    activated_RH = torch.empty_like(grad_RH)
-    d_hidden_RH, d_weights_R = fused.swiglu_backward(grad_RH, hidden_RH, weights_R, activated_RH)
-    d_x_TD = fused.add_rows(row_product(d_hidden_RH, up_EDH.transpose(1, 2), tiles), row_TK)
-    if not trains_experts:
-        empty = grad_RD.new_empty(0)
-        return d_x_TD, empty, empty.clone(), d_weights_R
-    d_down_EHD = F.grouped_mm(activated_RH.t(), grad_RD, offs=tiles.ends_E)
-    rows_RD = fused.copy_rows(x_TD, row_TK, num_rows)
-    d_up_EDH = F.grouped_mm(rows_RD.t(), d_hidden_RH, offs=tiles.ends_E)
-    return d_x_TD, d_up_EDH, d_down_EHD, d_weights_R
+    rows_RD = fused.copy_rows(x_TD, row_TK, num_rows) if trains_experts else None
+    d_rows_RD = torch.empty_like(grad_RD)
+    d_weights_R = torch.empty_like(weights_R)
+    d_matrices: list[Tensor] = []
+    for each, hidden_RH, grad_RH, activated_RH, d_hidden_RH in tables:
+        row_product(grad_RD, each.down_EHD.transpose(1, 2), each.tiles, None, grad_RH)
+        gradients = SwigluGradients(d_hidden_RH, d_weights_R, activated_RH)
+        fused.write_swiglu_gradients(grad_RH, hidden_RH, weights_R, gradients, each.span)
+        row_product(d_hidden_RH, each.up_EDH.transpose(1, 2), each.tiles, None, d_rows_RD)
+        if rows_RD is not None:
+            product = _first_rows_product if each is classes[0] else weight_gradient
+            d_up_EDH = product(rows_RD, d_hidden_RH, each.tiles)
+            d_down_EHD = product(activated_RH, grad_RD, each.tiles)
+            d_matrices += [d_up_EDH, d_down_EHD]
+    return fused.add_rows(d_rows_RD, row_TK), d_weights_R, d_matrices
+
+
+def _first_rows_product(left_RK: Tensor, right_RN: Tensor, tiles: RowTiles) -> Tensor:
+    """Compute ``weight_gradient`` for experts that have the first rows, by torch's faster operator."""
+    return F.grouped_mm(left_RK.t(), right_RN, offs=tiles.ends_E)
+
+
+def _widest(matrices: Sequence[Tensor]) -> int:
+    """Return the width of the widest hidden rows."""
+    return max(up_EDH.shape[2] for up_EDH in matrices[::2])
+
+
+def _shapes(
+    x_TD: Tensor,
+    weights_R: Tensor,  # noqa: ARG001
+    counts_L: Tensor,  # noqa: ARG001
+    token_R: Tensor,
+    row_TK: Tensor,  # noqa: ARG001
+    matrices: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_TD), x_TD.new_empty(token_R.shape[0] * _widest(matrices))
 
 
 def _shapes_of_gradients(
-    grad_TD: Tensor,
+    grad_TD: Tensor,  # noqa: ARG001
     x_TD: Tensor,
-    up_EDH: Tensor,
-    down_EHD: Tensor,
     weights_R: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    trains_experts = rest[-1]
-    empty = grad_TD.new_empty(0)
-    of_experts = (up_EDH, down_EHD) if trains_experts else (empty, empty)
-    return tuple(torch.empty_like(tensor) for tensor in (x_TD, *of_experts, weights_R))
+    counts_L: Tensor,  # noqa: ARG001
+    row_TK: Tensor,  # noqa: ARG001
+    hidden: Tensor,  # noqa: ARG001
+    matrices: Sequence[Tensor],
+    trains_experts: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    d_matrices = [torch.empty_like(matrix) for matrix in matrices] if trains_experts else []
+    return torch.empty_like(x_TD), torch.empty_like(weights_R), d_matrices
 
 
-_INPUTS = "Tensor x_TD, Tensor up_EDH, Tensor down_EHD, Tensor weights_R, Tensor counts_E"
 fused.register(
-    f"compute({_INPUTS}, Tensor token_R, Tensor row_TK) -> (Tensor, Tensor)",
+    "compute(Tensor x_TD, Tensor weights_R, Tensor counts_L, Tensor token_R, Tensor row_TK, "
+    "Tensor[] matrices) -> (Tensor, Tensor)",
     _compute,
-    lambda x, up, _, __, ___, token, ____: (
-        torch.empty_like(x),
-        x.new_empty((token.shape[0], up.shape[2])),
-    ),
+    _shapes,
 )
 fused.register(
-    f"compute_backward(Tensor grad_TD, {_INPUTS}, Tensor row_TK, Tensor hidden_RH, bool trains_experts) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "compute_backward(Tensor grad_TD, Tensor x_TD, Tensor weights_R, Tensor counts_L, Tensor row_TK, "
+    "Tensor hidden, Tensor[] matrices, bool trains_experts) -> (Tensor, Tensor, Tensor[])",
     _compute_backward,
     _shapes_of_gradients,
 )

@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts import bank as bank_module
-from experts.bank import ExpertBank, ExpertForm, SizeClass, computing_dtype, size_classes, without_memory
+from experts.bank import (
+    _MAX_UNUSED_BYTES,
+    ExpertBank,
+    ExpertForm,
+    SizeClass,
+    computing_dtype,
+    size_classes,
+    without_memory,
+)
 from experts.types import Kind
 from experts.weight_copy import WeightCopy
 from tests.support.oracle import expert_oracle
@@ -194,3 +202,11 @@ def test_recomputed_experts_have_the_same_gradients_and_keep_less(in_bf16: bool,
     for gradient, other in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, other, rtol=0, atol=0)
     assert less_kept < all_kept / 2
+
+
+def test_a_buffer_for_several_sizes_is_used_where_it_wastes_little() -> None:
+    """One expert of four is as wide as the buffer; the others leave most of their rows unused."""
+    bank = ExpertBank(64, (64, 64, 64, 4096))
+    assert bank._unused_bytes(1000, 2) == 2 * (4096 - 1072) * 1000 * 2
+    assert bank._unused_bytes(1000, 2) < _MAX_UNUSED_BYTES < bank._unused_bytes(10_000, 2)
+    assert ExpertBank(64, (64, 64))._unused_bytes(10**6, 2) == 0

@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda:0")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not (fused.available() and fused_experts.works(DEVICE, torch.bfloat16, 64, 64)),
+        not (fused.available() and fused_experts.works(DEVICE, torch.bfloat16, 64, [64])),
         reason="needs a CUDA device of Hopper or later, and Triton",
     ),
 ]
@@ -93,16 +93,58 @@ def test_results_are_as_close_to_the_oracle_as_those_of_separate_kernels(
 ) -> None:
     bank = ExpertBank(width, [hidden] * experts).to(DEVICE, dtype)
     x_TD = draw(tokens, width, seed=2).to(dtype)
-    trip_of = (choose(tokens, experts, top_k, choice), absent)
+    compare_with_oracle(bank, x_TD, (choose(tokens, experts, top_k, choice), absent))
+
+
+def compare_with_oracle(bank: ExpertBank, x_TD: Tensor, trip_of: tuple[Tensor, float]) -> None:
+    """Compare errors against fp64 with those of the loop over experts."""
+    experts = len(bank.sizes)
     one_by_one = gradients(bank, x_TD, trip_of, experts, "loop")
     fused_results = gradients(bank, x_TD, trip_of, experts, "grouped")
     oracle = gradients(bank.double(), x_TD.double(), trip_of, experts, "loop")
-    names = ("output", "tokens", "weights", "up", "down")
+    names = ("output", "tokens", "weights", *(name for name, _ in bank.named_parameters()))
     for name, result, plain, wanted in zip(names, fused_results, one_by_one, oracle, strict=True):
         scale = wanted.norm() + 1e-30
         error = float((result - wanted).norm() / scale)
         plain_error = float((plain - wanted).norm() / scale)
         assert error <= 1.1 * plain_error + 1e-6, (name, error, plain_error)
+
+
+SIZES = {
+    "two": (300, (64, 128), 1, "even"),
+    "three": (515, (192, 64, 64, 128, 64, 192, 64), 3, "skewed"),
+    "rows for the smallest alone": (129, (64, 64, 128, 320), 2, "one"),
+    "rows for the largest alone": (129, (64, 64, 320, 320), 2, "last"),
+    "many": (2048, (256, 512, 1024, 256), 2, "even"),
+}
+
+
+@pytest.mark.parametrize("absent", [0.0, 0.4])
+@pytest.mark.parametrize("case", SIZES)
+def test_experts_of_several_sizes_are_as_close_to_the_oracle_as_separate_kernels(
+    case: str, absent: float
+) -> None:
+    tokens, sizes, top_k, choice = SIZES[case]
+    bank = ExpertBank(128, sizes).to(DEVICE, torch.bfloat16)
+    x_TD = draw(tokens, 128, seed=2).bfloat16()
+    compare_with_oracle(bank, x_TD, (choose(tokens, len(sizes), top_k, choice), absent))
+
+
+def test_the_host_never_waits_for_experts_of_three_sizes() -> None:
+    layer = MoELayer(256, (512, 128, 256, 128, 512, 256), 2).to(DEVICE, torch.bfloat16)
+    x_TD = draw(1000, 256, seed=2).bfloat16().requires_grad_()
+
+    def pass_through() -> None:
+        y_TD, _ = layer(x_TD)
+        y_TD.sum().backward()
+
+    pass_through()  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pass_through()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @cases

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from experts.balance import gated_layers, moe_layers
-from experts.kernels.choice import choose_kernel
-from experts.routed import RoutedExperts
 from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.step_graph.python_state import find_hook
@@ -49,13 +47,7 @@ def _experts_obstacle(model: nn.Module, precision: Precision, device: torch.devi
     for name, layer in moe_layers(model):
         if layer.capacity is not None:
             return f"the host counts the rows that a capacity leaves to {name}"
-        if _counts_on_host(layer, precision, device):
+        dtype = precision.dtype or next(layer.bank.parameters()).dtype
+        if layer.bank.waits_for_counts(device, dtype):
             return f"the host counts the rows of the experts of {name}: of several sizes, or in a loop"
     return None
-
-
-def _counts_on_host(layer: RoutedExperts, precision: Precision, device: torch.device) -> bool:
-    bank = layer.bank
-    dtype = precision.dtype or next(bank.parameters()).dtype
-    kernels = {choose_kernel(bank.kernel, device, dtype, bank.width, group.hidden) for group in bank.classes}
-    return len(bank.classes) > 1 or "loop" in kernels
