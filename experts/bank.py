@@ -155,7 +155,7 @@ class ExpertBank(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the copies of weights: they belong to a training, not to a copied or saved bank."""
-        return {**self.__dict__, "copies": {}}
+        return {**super().__getstate__(), "copies": {}}
 
     @property
     def kind(self) -> Kind:

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -155,3 +156,13 @@ def test_a_copied_bank_has_weights_of_its_own() -> None:
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name].float(), rtol=0, atol=0)
+
+
+def test_a_copy_of_a_compiled_bank_computes_with_its_own_weights() -> None:
+    bank = make_bank(with_copies=True)
+    handle: Any = bank
+    # A function that calls this very bank, as ``--compile-parts experts`` sets it.
+    handle._compiled_call_impl = lambda *arguments: bank._call_impl(*arguments)
+    other = copy.deepcopy(bank)
+    scale_in_place(bank)
+    torch.testing.assert_close(run(other), run(make_bank(with_copies=False)), rtol=0, atol=0)
