@@ -339,7 +339,8 @@ class ExpertBank(nn.Module):
             return parameter.to(dtype)
         if not torch.compiler.is_compiling():  # compiled code has its copies refreshed before each call
             copy.refresh()
-        return copy.weights
+        # The copy of a parameter that was frozen meanwhile would still hand over gradients.
+        return copy.weights if parameter.requires_grad else copy.weights.detach()
 
 
 def refresh_copies(module: nn.Module) -> None:

@@ -166,3 +166,14 @@ def test_a_copy_of_a_compiled_bank_computes_with_its_own_weights() -> None:
     other = copy.deepcopy(bank)
     scale_in_place(bank)
     torch.testing.assert_close(run(other), run(make_bank(with_copies=False)), rtol=0, atol=0)
+
+
+def test_a_stack_that_is_frozen_later_gets_no_gradient() -> None:
+    bank = make_bank(with_copies=True)
+    frozen, trained = bank.get_parameter("up_8"), bank.get_parameter("down_8")
+    frozen.requires_grad_(False)
+    assert backward(bank).keys() == {"down_8", "up_24", "down_24"}
+    bank.zero_grad()
+    frozen.requires_grad_(True)
+    trained.requires_grad_(False)
+    assert backward(bank).keys() == {"up_8", "up_24", "down_24"}
