@@ -6,7 +6,7 @@ whose kernel takes many of them at a time. ``update_plain`` is the kernel in pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ class AdamW(torch.optim.AdamW):
         handle: Any = self
         if self.gradient_factor is not None:
             handle.grad_scale = self.gradient_factor.float().reciprocal()
-        super().step()
+        _torch_step()(self)
         if self.gradient_factor is not None:
             del handle.grad_scale
 
@@ -132,6 +132,14 @@ class AdamW(torch.optim.AdamW):
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state
+
+
+def _torch_step() -> Callable[[torch.optim.AdamW], Any]:
+    """Return the step of torch's AdamW without the hooks of an optimizer.
+
+    Torch wraps the steps of a class when its first optimizer is made: the hooks would run twice."""
+    step: Any = torch.optim.AdamW.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def is_large(parameter: Tensor) -> bool:

@@ -95,6 +95,18 @@ def test_a_step_with_overflows_changes_nothing() -> None:
         assert float(inner.state[parameter]["step"]) == 1.0
 
 
+def test_hooks_of_the_optimizer_run_once_in_a_step() -> None:
+    mine = make_parameters()
+    torch.optim.AdamW(make_parameters())  # torch wraps the steps of a class with its first optimizer
+    ours = AdamW(groups(mine), **SETTINGS)
+    calls: list[str] = []
+    ours.register_step_pre_hook(lambda *_: calls.append("before"))
+    ours.register_step_post_hook(lambda *_: calls.append("after"))
+    give_gradients(mine, 0)
+    ours.step()
+    assert calls == ["before", "after"]
+
+
 def test_state_of_torch_is_continued_and_the_other_way_round() -> None:
     mine, other, reference = make_parameters(), make_parameters(), make_parameters()
     first = torch.optim.AdamW(groups(other), **SETTINGS, fused=True)
