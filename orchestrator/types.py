@@ -25,6 +25,22 @@ PHASES = ("data", "forward", "backward", "communication", "optimizer", "graph")
 
 A step that a CUDA graph repeats has one phase besides its data."""
 
+MEMORY_PARTS = (
+    "parameters",
+    "weight_copies",
+    "gradients",
+    "optimizer",
+    "average",
+    "gate",
+    "buffers",
+    "data",
+    "activations",
+)
+"""The parts of a worker's memory. The estimate of a plan and the measurement of a run name them alike.
+
+``gate`` has the weights, gradients and optimizer state of the gates. ``activations`` has the buffers of
+kernels and collectives too: measured, it is the peak without the other parts."""
+
 
 @dataclass(frozen=True)
 class Rejected:
@@ -46,6 +62,11 @@ class Choice(Generic[T]):
     def is_used(self) -> bool:
         """Whether the choice has an effect in this run; the reason of one without says so first."""
         return not self.reason.startswith(NOT_USED)
+
+
+def memory_part_text(name: str) -> str:
+    """Return the name of a part of the memory for people: 'weight_copies' -> 'weight copies'."""
+    return name.replace("_", " ")
 
 
 def bytes_text(count: float) -> str:

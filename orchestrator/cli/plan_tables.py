@@ -14,7 +14,7 @@ from orchestrator.plan.estimate import MemoryEstimate
 from orchestrator.plan.planning import Plan
 from orchestrator.plan.reasons import trained_text
 from orchestrator.report.run.host_load import ids_text
-from orchestrator.types import bytes_text, count_text, flops_text, value_text
+from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, value_text
 
 if TYPE_CHECKING:
     from orchestrator.train.strategies.placement import PredictedPlacement
@@ -50,8 +50,9 @@ def _choices_table(plan: Plan, show_all: bool) -> Table:
 
 def _memory_table(memory: MemoryEstimate, method: str) -> Table:
     table = make_table("memory of a step", "estimate", title=f"estimate ({method})")
-    for name in ("parameters", "gradients", "optimizer", "activations", "gate"):
-        table.add_row(name, bytes_text(getattr(memory, name)))
+    for name, size in memory.parts.items():
+        if size or name not in ("weight_copies", "average"):
+            table.add_row(memory_part_text(name), bytes_text(size))
     table.add_row("total", bytes_text(memory.total), style="bold")
     table.add_row("may be used", bytes_text(memory.limit) if memory.limit else "unknown")
     return table

@@ -129,7 +129,7 @@ class DeviceSettings:
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     recompute_experts: bool = False
     """Recompute the experts alone in the backward pass: of a model with experts they keep most of the
-    activations. Their forward pass runs twice. The plan counts the memory as without it."""
+    activations. Their forward pass runs twice."""
     cudnn_benchmark: Switch = "auto"
     """Let cuDNN time its kernels for the shapes of the model."""
     empty_cache_every: int = 0

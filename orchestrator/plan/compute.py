@@ -3,6 +3,8 @@ Pure."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from orchestrator.config.optim import OptimSettings
 from orchestrator.config.settings import Config
 from orchestrator.plan.device import gpu_of
@@ -121,7 +123,7 @@ def choose_compile(
 
 
 def optimizer_moments(settings: OptimSettings, facts: ModelFacts) -> float:
-    """Return the tensors that the optimizer keeps for each trained parameter."""
+    """Return the tensors that the optimizer keeps for each trained parameter, without an average."""
     moments = 2.0
     if not facts.own_optimizer and settings.optimizer == "adamw8bit":
         moments = 2 * _BYTE_MOMENT
@@ -130,7 +132,24 @@ def optimizer_moments(settings: OptimSettings, facts: ModelFacts) -> float:
     if not facts.own_optimizer and settings.optimizer == "muon":
         # One for a matrix. That experts are matrices is known; the rest is counted as AdamW's.
         moments -= facts.expert_parameters / max(1, facts.parameters)
-    return moments + (settings.ema_decay is not None)
+    return moments
+
+
+def with_memory_settings(config: Config, facts: ModelFacts) -> ModelFacts:
+    """Return the facts with the settings that take or save memory, whatever the device."""
+    return replace(
+        facts,
+        moments=optimizer_moments(config.optim, facts),
+        averages=float(config.optim.ema_decay is not None),
+        recomputes_experts=config.device.recompute_experts,
+    )
+
+
+def with_weight_copies(config: Config, facts: ModelFacts, one_gpu: bool, precision: str) -> ModelFacts:
+    """Return the facts with the copies in bf16 that AdamW keeps of large experts, in one process on a GPU."""
+    writes_copies = config.optim.optimizer == "adamw" and choose_fused_optimizer(config, facts).value
+    keeps_copies = one_gpu and precision == "bf16" and writes_copies
+    return replace(facts, copied_experts=facts.large_experts if keeps_copies else 0)
 
 
 def choose_fused_optimizer(config: Config, facts: ModelFacts) -> Choice[bool]:

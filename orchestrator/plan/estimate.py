@@ -3,12 +3,15 @@ runs. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from orchestrator.types import MEMORY_PARTS
 
 ShardingForm = Literal["none", "zero2", "zero3", "experts"]
 
 _FP32_BYTES = 4
+_COPY_BYTES = 2  # of a weight in bf16
 # The backward pass needs the gradient of the largest activation, and half as much again for a copy
 # of it in another precision.
 _BACKWARD_FACTOR = 1.5
@@ -77,6 +80,20 @@ class ModelFacts:
     """Parameters outside the repeated blocks, those of embeddings and of the output."""
     moments: float = 2.0
     """Tensors of the optimizer's state for each trained parameter: AdamW has two."""
+    averages: float = 0.0
+    """Averages of the weights (EMA) for each trained parameter."""
+    expert_bytes: float = 0.0
+    """The part of ``activation_bytes`` inside experts, without their inputs."""
+    expert_input_bytes: float = 0.0
+    """Bytes per sample of inputs of experts that are saved only if the experts are recomputed."""
+    expert_base: float = 0.0
+    """The part of ``activation_base`` inside experts: copies of their weights for one pass."""
+    recomputes_experts: bool = False
+    """Whether experts are recomputed in the backward pass, where blocks are not."""
+    large_experts: int = 0
+    """Trained parameters in stacks of experts that are large enough for a kept copy in bf16."""
+    copied_experts: int = 0
+    """The part of them that has a kept copy in this run."""
     data: str = ""
     """Hash of the first training samples, if the data is in memory: data read by the sample may
     differ from one read to the next."""
@@ -108,17 +125,24 @@ class MemoryEstimate:
     activations: float
     gate: float
     limit: float | None
+    weight_copies: float = 0.0
+    average: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The bytes of each part that a plan estimates."""
+        return {name: getattr(self, name) for name in MEMORY_PARTS if hasattr(self, name)}
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.gate
+        return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
         return self.limit is None or self.total <= self.limit
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"total": self.total}
+        return self.parts | {"limit": self.limit, "total": self.total}
 
 
 @dataclass(frozen=True)
@@ -150,19 +174,29 @@ def estimate_memory(
     recompute: bool,
     limit_bytes: float | None,
     sharding: ModelSharding | None = None,
+    single_pass: bool = False,
 ) -> MemoryEstimate:
     """Return the memory that a step needs on each worker's device.
 
-    It holds weights, fp32 gradients, the optimizer's state, and the activations of a micro-batch.
-    Recomputed blocks keep their inputs, and the activations of one block at a time. Without
-    ``sharding`` the device holds everything.
+    It holds weights, gradients, the optimizer's state, and the activations of a micro-batch. Recomputed
+    blocks, or experts, keep their inputs, and the activations of one block, or layer, at a time. Without
+    ``sharding`` the device holds everything. ``single_pass`` says that a step is one micro-batch: the
+    gradients of copied weights then have the type of the copies, all others are fp32.
     """
     sharding = sharding or ModelSharding()
     per_sample = facts.activation_bytes + _BACKWARD_FACTOR * facts.largest_bytes
-    base = facts.activation_base
+    weight_copies = float(_COPY_BYTES * facts.copied_experts)
+    # A kept copy takes the place of the copy of a pass.
+    expert_base = max(0.0, facts.expert_base - weight_copies)
+    base = facts.activation_base - facts.expert_base
     if recompute and facts.blocks:
         per_sample += facts.block_input_bytes + facts.block_bytes * (1 / facts.blocks - 1)
-        base /= facts.blocks
+        base = (base + expert_base) / facts.blocks
+    elif facts.recomputes_experts and not recompute and facts.moe_layers:
+        per_sample += facts.expert_input_bytes + facts.expert_bytes * (1 / facts.moe_layers - 1)
+        base += expert_base / facts.moe_layers
+    else:
+        base += expert_base
     if sharding.form == "experts" and sharding.workers > 1:
         per_sample += _EXCHANGE_FACTOR * facts.largest_bytes
         # Low-precision copies of weights, for the most part: those of remote experts are elsewhere.
@@ -172,11 +206,14 @@ def estimate_memory(
     parameters, trainable = _local_parameters(
         facts, sharding, facts.parameters - facts.gate_parameters, facts.trainable - gate_trainable
     )
-    gate_state = gate_trainable * (dense.gradients + facts.moments * dense.moments)
+    gate_state = gate_trainable * (dense.gradients + (facts.moments + facts.averages) * dense.moments)
+    short_gradients = facts.copied_experts * (_FP32_BYTES - _COPY_BYTES) if single_pass else 0
     return MemoryEstimate(
         parameters=parameters.of(dense.parameters) * facts.weight_bytes,
-        gradients=trainable.of(dense.gradients) * _FP32_BYTES,
+        weight_copies=weight_copies,
+        gradients=trainable.of(dense.gradients) * _FP32_BYTES - short_gradients,
         optimizer=trainable.of(dense.moments) * _FP32_BYTES * facts.moments,
+        average=trainable.of(dense.moments) * _FP32_BYTES * facts.averages,
         activations=base + per_sample * micro_batch,
         gate=facts.gate_parameters * facts.weight_bytes * dense.parameters + gate_state * _FP32_BYTES,
         limit=limit_bytes,

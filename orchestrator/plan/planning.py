@@ -17,7 +17,8 @@ from orchestrator.plan.compute import (
     choose_fused_optimizer,
     choose_precision,
     choose_tf32,
-    optimizer_moments,
+    with_memory_settings,
+    with_weight_copies,
 )
 from orchestrator.plan.cuda_graph import StepForm, choose_cuda_graph
 from orchestrator.plan.device import choose_threads, gpu_of, share_cores
@@ -133,7 +134,7 @@ def plan(
     """
     _check_average(config)
     joined = cluster is not None and cluster.joined
-    facts = replace(facts, moments=optimizer_moments(config.optim, facts))
+    facts = with_memory_settings(config, facts)
     growth = Growth.of(config, facts)
     strategy = choose_strategy(config, inventory, in_cluster or joined)
     if strategy.value == "single":
@@ -166,9 +167,11 @@ def _complete_plan(
     growth: Growth,
 ) -> Plan:
     """Choose everything that follows from the workers and their devices."""
-    facts = growth.largest
     device = setup.device.value
     count = setup.workers.value
+    precision = choose_precision(config, inventory, device)
+    one_gpu = count == 1 and device != "cpu"
+    facts = with_weight_copies(config, growth.largest, one_gpu, precision.value)
     strategy = setup.strategy.value
     model_sharding = setup.model_sharding
     gpu = gpu_of(inventory, device) if device != "cpu" else None
@@ -181,7 +184,6 @@ def _complete_plan(
     cores = share_cores(inventory, setup.workers_on_node)
     threads = choose_threads(inventory, strategy, cores)
     loaders = choose_loader_workers(config, facts, device, cores)
-    precision = choose_precision(config, inventory, device)
     unused = why_unused(strategy, facts)
     # Under a primary gate the tokens of one data rank are spread over all hosts.
     tokens_per_host = batch * model_sharding.data_ranks * facts.units_per_sample // count
@@ -235,7 +237,9 @@ def _complete_plan(
         warmup_steps=choose_warmup(config, steps.value),
         total_steps=steps,
         log_every=choose_log_every(config, steps.value, device),
-        memory=estimate_memory(facts, batch, recompute, setup.limit_bytes, model_sharding),
+        memory=estimate_memory(
+            facts, batch, recompute, setup.limit_bytes, model_sharding, batching.accumulation.value == 1
+        ),
         flops_per_step=flops,
         evolution_rules=growth.rules,
     )

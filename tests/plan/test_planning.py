@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.compute import choose_precision, optimizer_moments
+from orchestrator.plan.compute import choose_precision, with_memory_settings
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
 from orchestrator.plan.evolution import grown
 from orchestrator.plan.inventory.hardware import Inventory
@@ -65,7 +64,7 @@ def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Invent
     recompute = chosen.activation_checkpointing.value
     sharding = sharding_of(chosen, config.parallel.cpu_offload)
     rules = chosen.evolution_rules
-    facts = replace(facts, moments=optimizer_moments(config.optim, facts))
+    facts = with_memory_settings(config, facts)
     largest = grown(facts, rules.max_experts) if rules else facts
     assert chosen.memory == estimate_memory(largest, batch, recompute, chosen.memory.limit, sharding)
     assert chosen.data_ranks == sharding.data_ranks

@@ -113,6 +113,7 @@ def models(draw: st.DrawFn) -> ModelFacts:
     parameters = draw(st.integers(1, 10**10))
     trainable = draw(st.one_of(st.just(parameters), st.integers(0, parameters)))
     activations = draw(st.floats(0, 64.0 * GIB))
+    base = draw(st.floats(0, 1.0 * GIB))
     return model(
         parameters=parameters,
         trainable=trainable,
@@ -121,7 +122,10 @@ def models(draw: st.DrawFn) -> ModelFacts:
         experts=draw(st.integers(0, 64)),
         blocks=draw(st.integers(0, 100)),
         activation_bytes=activations,
-        activation_base=draw(st.floats(0, 1.0 * GIB)),
+        activation_base=base,
+        expert_base=draw(st.floats(0, 1)) * base,
+        expert_bytes=draw(st.floats(0, 1)) * activations,
+        expert_input_bytes=draw(st.floats(0, 1)) * activations,
         block_bytes=draw(st.floats(0, 1)) * activations,
         block_input_bytes=draw(st.floats(0, 1)) * activations,
         largest_bytes=draw(st.floats(0, 1)) * activations,

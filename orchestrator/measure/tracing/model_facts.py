@@ -37,6 +37,7 @@ from orchestrator.train.checkpoint.state import model_tensors
 from orchestrator.train.data import as_dataset, num_samples
 from orchestrator.train.parts.precision import autocast, store_frozen
 from orchestrator.train.parts.recompute import block_lists
+from orchestrator.train.parts.weight_copies import copied_stacks
 from orchestrator.types import GIB, PrecisionName, bytes_text, count_text
 
 _SMALL_BATCH = 2  # samples; batch norm needs more than one
@@ -55,6 +56,10 @@ class ForwardTrace:
     saved_in_blocks: float
     block_inputs: float
     largest: float
+    saved_in_experts: float
+    """Without the inputs of the experts."""
+    expert_inputs: float
+    """Inputs of experts that nothing saves: recomputed experts keep them."""
     count: float
     """The count of the loss; of a tensor, whose value is not known here, the samples."""
 
@@ -180,9 +185,11 @@ class _ForwardRun:
 
     def _trace(self, batch: Any, samples: int, blocks: Sequence[nn.Module]) -> ForwardTrace:
         counter = _SavedTensorCounter(self.model)
+        banks = [layer.bank for _, layer in moe_layers(self.model)]
         with (
             self._counting_flops() as flops,
             counter.watching(blocks),
+            counter.watching_experts(banks),
             counter.counting(),
             autocast(self.precision, self.device),
         ):
@@ -194,6 +201,8 @@ class _ForwardRun:
             saved_in_blocks=counter.in_blocks,
             block_inputs=float(counter.block_inputs),
             largest=counter.largest,
+            saved_in_experts=counter.in_experts,
+            expert_inputs=counter.unsaved_expert_inputs,
             count=float(samples if isinstance(loss.count, Tensor) else loss.count),
         )
 
@@ -232,6 +241,10 @@ class _SavedTensorCounter:
         self.in_blocks = 0.0
         self.block_inputs = 0
         self.largest = 0.0
+        self.in_experts = 0.0
+        self._own_inputs: set[int] | None = None
+        """Storages that experts are called with, while they compute."""
+        self._expert_inputs: dict[int, Tensor] = {}
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -246,8 +259,34 @@ class _SavedTensorCounter:
             size = storage.nbytes()
             self.total += size
             self.in_blocks += size if self._inside_block else 0.0
+            if self._own_inputs is not None and storage._cdata not in self._own_inputs:
+                self.in_experts += size
             self.largest = max(self.largest, size)
         return tensor
+
+    @property
+    def unsaved_expert_inputs(self) -> float:
+        """Bytes of the experts' inputs that nothing has saved."""
+        inputs = self._expert_inputs.items()
+        return float(sum(kept.untyped_storage().nbytes() for key, kept in inputs if key not in self._seen))
+
+    @contextmanager
+    def watching_experts(self, banks: Sequence[ExpertBank]) -> Iterator[None]:
+        """Note when the pass is inside experts, and their inputs."""
+
+        def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            *tensors, row_map = arguments
+            if row_map is not None:
+                tensors += [row_map.token_R, row_map.row_TK]
+            inputs = {tensor.untyped_storage()._cdata: tensor.detach() for tensor in tensors}
+            self._own_inputs = set(inputs)
+            self._expert_inputs |= inputs
+
+        def leave(*_: Any) -> None:
+            self._own_inputs = None
+
+        with _hooked(banks, enter, leave):
+            yield
 
     @contextmanager
     def watching(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
@@ -261,21 +300,31 @@ class _SavedTensorCounter:
         def leave(*_: Any) -> None:
             self._inside_block = False
 
-        hooks = []
-        for block in blocks:
-            hooks.append(block.register_forward_pre_hook(enter))
-            hooks.append(block.register_forward_hook(leave))
-        try:
+        with _hooked(blocks, enter, leave):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+
+@contextmanager
+def _hooked(
+    modules: Sequence[nn.Module], enter: Callable[..., None], leave: Callable[..., None]
+) -> Iterator[None]:
+    """Call functions before and after the forward passes of modules."""
+    hooks = []
+    for module in modules:
+        hooks.append(module.register_forward_pre_hook(enter))
+        hooks.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | None) -> ModelFacts:
     model = traced.model
     small = traced.small
     per_sample = traced.per_sample()
+    base = max(0.0, small.saved - _SMALL_BATCH * per_sample.saved)
     parameters = list(model.parameters())
     layers = [layer for _, layer in moe_layers(model)]
     loader: LoaderSettings | None = getattr(data, "loader_settings", None)
@@ -289,10 +338,14 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
         blocks=sum(len(blocks) for blocks in block_lists(model)),
         flops_per_sample=per_sample.flops or small.flops / _SMALL_BATCH,
         activation_bytes=per_sample.saved,
-        activation_base=max(0.0, small.saved - _SMALL_BATCH * per_sample.saved),
+        activation_base=base,
         block_bytes=per_sample.saved_in_blocks,
         block_input_bytes=per_sample.block_inputs,
         largest_bytes=per_sample.largest,
+        expert_bytes=per_sample.saved_in_experts,
+        expert_input_bytes=per_sample.expert_inputs,
+        expert_base=min(base, max(0.0, small.saved_in_experts - _SMALL_BATCH * per_sample.saved_in_experts)),
+        large_experts=sum(stack.numel() for _, _, stack in copied_stacks(model)),
         samples=num_samples(data),
         validation_samples=num_validation,
         unit=getattr(task, "unit", "samples"),

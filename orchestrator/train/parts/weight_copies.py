@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.bank import ExpertBank
@@ -25,18 +27,23 @@ class WeightCopies:
         """Make the copies of new parameters, and forget those of replaced ones."""
         trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         self._copies = []
-        for bank in _unshared_banks(self._model):
-            kept = bank.copies
+        banks = _unshared_banks(self._model)
+        kept = {id(bank): bank.copies for bank in banks}
+        for bank in banks:
             bank.copies = {}
-            for group, role, stack in bank.stacks():
-                if id(stack) in trained and is_large(stack) and not _has_hooks(stack):
-                    name = f"{role}_{group.hidden}"
-                    copy = kept.get(name)
-                    if copy is None or copy.parameter is not stack:
-                        copy = WeightCopy(stack, self._dtype)
-                    bank.copies[name] = copy
-                    self._copies.append(copy)
+        for bank, name, stack in copied_stacks(self._model):
+            if id(stack) in trained:
+                copy = kept[id(bank)].get(name)
+                if copy is None or copy.parameter is not stack:
+                    copy = WeightCopy(stack, self._dtype)
+                bank.copies[name] = copy
+                self._copies.append(copy)
         self._optimizer.copies = {copy.parameter: copy for copy in self._copies}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The copies themselves."""
+        return [copy.weights for copy in self._copies]
 
     def drop(self) -> None:
         """Let the banks compute with their weights again, as whatever follows the training expects."""
@@ -56,6 +63,14 @@ class WeightCopies:
         """Keep gradients in the short type in a step of one pass; several passes are summed in full."""
         for copy in self._copies:
             copy.keeps_short_gradient = is_single_pass
+
+
+def copied_stacks(model: nn.Module) -> Iterator[tuple[ExpertBank, str, nn.Parameter]]:
+    """Yield the stacks of a model that get a copy if they are trained: their bank, name and parameter."""
+    for bank in _unshared_banks(model):
+        for group, role, stack in bank.stacks():
+            if stack.requires_grad and is_large(stack) and not _has_hooks(stack):
+                yield bank, f"{role}_{group.hidden}", stack
 
 
 def _unshared_banks(model: nn.Module) -> list[ExpertBank]:
