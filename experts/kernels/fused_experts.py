@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,34 +40,44 @@ def experts_fused(
     For one class it equals ``sum_rows(experts_grouped(copy_rows(x_TD, row_map), ...), row_map)``.
     There must be a row."""
     flat = [matrix for pair in matrices for matrix in pair]
-    result: Any = _Experts.apply(x_TD, weights_R, counts_L, row_map.token_R, row_map.row_TK, *flat)
+    rows = _Rows(weights_R, counts_L, row_map.row_TK)
+    result: Any = _Experts.apply(x_TD, row_map.token_R, *rows, *flat)
     return result
+
+
+class _Rows(NamedTuple):
+    """The rows of the experts, as both passes need them.
+
+    Operators of torch have no arguments of other types: they take it as a list of tensors."""
+
+    weights_R: Tensor
+    counts_L: Tensor
+    row_TK: Tensor
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        weights_R: Tensor,
-        counts_L: Tensor,
-        token_R: Tensor,
-        row_TK: Tensor,
-        *matrices: Tensor,
-    ) -> Tensor:
-        y_TD, hidden = _ops.compute(x_TD, weights_R, counts_L, token_R, row_TK, matrices)
-        ctx.save_for_backward(x_TD, weights_R, counts_L, row_TK, hidden, *matrices)
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, *rows_and_matrices: Tensor) -> Tensor:
+        rows, matrices = _divided(rows_and_matrices)
+        y_TD, hidden = _ops.compute(x_TD, token_R, rows, matrices)
+        ctx.save_for_backward(x_TD, hidden, *rows_and_matrices)
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weights_R, counts_L, row_TK, hidden, *matrices = ctx.saved_tensors
-        trains_experts = any(ctx.needs_input_grad[5:])
-        d_x, d_weights, d_matrices = _ops.compute_backward(
-            grads[0], x_TD, weights_R, counts_L, row_TK, hidden, matrices, trains_experts
-        )
-        of_experts = d_matrices if trains_experts else [None] * len(matrices)
-        return d_x, d_weights, None, None, None, *of_experts
+        x_TD, hidden, *rows_and_matrices = ctx.saved_tensors
+        rows, matrices = _divided(rows_and_matrices)
+        trains_experts = any(ctx.needs_input_grad[-len(matrices) :])
+        passed = (x_TD, hidden, rows, matrices, trains_experts)
+        d_x_TD, d_weights_R, d_matrices = _ops.compute_backward(grads[0], *passed)
+        d_rows = (d_weights_R, None, None)
+        return d_x_TD, None, *d_rows, *(d_matrices if trains_experts else [None] * len(matrices))
+
+
+def _divided(rows_and_matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors of ``_Rows``, and the matrices."""
+    num_rows_tensors = len(_Rows._fields)
+    return list(rows_and_matrices[:num_rows_tensors]), list(rows_and_matrices[num_rows_tensors:])
 
 
 @dataclass(frozen=True)
@@ -107,14 +117,10 @@ def _new_tables(like: Tensor, num_rows: int, widths: Sequence[int]) -> list[Tens
 
 
 def _compute(
-    x_TD: Tensor,
-    weights_R: Tensor,
-    counts_L: Tensor,
-    token_R: Tensor,
-    row_TK: Tensor,
-    matrices: Sequence[Tensor],
+    x_TD: Tensor, token_R: Tensor, rows: Sequence[Tensor], matrices: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of the tokens' rows, and the hidden rows before their activation."""
+    weights_R, counts_L, row_TK = _Rows(*rows)
     num_rows = len(token_R)
     x_TD = x_TD.contiguous()
     weights_R = weights_R.contiguous()
@@ -133,14 +139,13 @@ def _compute(
 def _compute_backward(
     grad_TD: Tensor,
     x_TD: Tensor,
-    weights_R: Tensor,
-    counts_L: Tensor,
-    row_TK: Tensor,
     hidden: Tensor,
+    rows: Sequence[Tensor],
     matrices: Sequence[Tensor],
     trains_experts: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the gradients of tokens and weights, and those of the matrices if they are trained."""
+    weights_R, counts_L, row_TK = _Rows(*rows)
     weights_R = weights_R.contiguous()
     num_rows = len(weights_R)
     classes = _classes(matrices, counts_L, num_rows)
@@ -182,41 +187,37 @@ def _widest(matrices: Sequence[Tensor]) -> int:
     return max(up_EDH.shape[2] for up_EDH in matrices[::2])
 
 
-def _shapes(
-    x_TD: Tensor,
-    weights_R: Tensor,  # noqa: ARG001
-    counts_L: Tensor,  # noqa: ARG001
-    token_R: Tensor,
-    row_TK: Tensor,  # noqa: ARG001
-    matrices: Sequence[Tensor],
+def _results(
+    x_TD: Tensor, token_R: Tensor, rows: Sequence[Tensor], matrices: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
+    """Return tensors like the results of ``_compute``."""
+    del rows
     return torch.empty_like(x_TD), x_TD.new_empty(token_R.shape[0] * _widest(matrices))
 
 
-def _shapes_of_gradients(
-    grad_TD: Tensor,  # noqa: ARG001
+def _gradients(
+    grad_TD: Tensor,
     x_TD: Tensor,
-    weights_R: Tensor,
-    counts_L: Tensor,  # noqa: ARG001
-    row_TK: Tensor,  # noqa: ARG001
-    hidden: Tensor,  # noqa: ARG001
+    hidden: Tensor,
+    rows: Sequence[Tensor],
     matrices: Sequence[Tensor],
     trains_experts: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return tensors like the results of ``_compute_backward``."""
+    del grad_TD, hidden
     d_matrices = [torch.empty_like(matrix) for matrix in matrices] if trains_experts else []
-    return torch.empty_like(x_TD), torch.empty_like(weights_R), d_matrices
+    return torch.empty_like(x_TD), torch.empty_like(_Rows(*rows).weights_R), d_matrices
 
 
 fused.register(
-    "compute(Tensor x_TD, Tensor weights_R, Tensor counts_L, Tensor token_R, Tensor row_TK, "
-    "Tensor[] matrices) -> (Tensor, Tensor)",
+    "compute(Tensor x_TD, Tensor token_R, Tensor[] rows, Tensor[] matrices) -> (Tensor, Tensor)",
     _compute,
-    _shapes,
+    _results,
 )
 fused.register(
-    "compute_backward(Tensor grad_TD, Tensor x_TD, Tensor weights_R, Tensor counts_L, Tensor row_TK, "
-    "Tensor hidden, Tensor[] matrices, bool trains_experts) -> (Tensor, Tensor, Tensor[])",
+    "compute_backward(Tensor grad_TD, Tensor x_TD, Tensor hidden, Tensor[] rows, Tensor[] matrices, "
+    "bool trains_experts) -> (Tensor, Tensor, Tensor[])",
     _compute_backward,
-    _shapes_of_gradients,
+    _gradients,
 )
 _ops: Any = torch.ops.experts
