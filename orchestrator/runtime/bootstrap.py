@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,8 @@ import ray
 from orchestrator.errors import UserError
 from orchestrator.redaction import Secrets, mask_error, masked_stream
 from orchestrator.runtime.cluster.environment import set_variables, variable
-from orchestrator.runtime.folder_link import FolderLink, Link, node_folder
+from orchestrator.runtime.folder_link import FolderLink, Link
+from orchestrator.runtime.node_folder import WORKER, used_node_folder
 
 # The driver imports this module before it plans a run; torch is imported where it is needed.
 if TYPE_CHECKING:
@@ -78,16 +80,20 @@ def worker_folder(assignment: Assignment, rank: int) -> Iterator[WorkerFolder]:
     if link is None:
         yield WorkerFolder(assignment, CheckpointStore, lambda: None)
         return
-    shared = node_folder(assignment.nonce)
-    # Nodes may share their folder for temporary files, though not the driver's run folder.
-    run_dir = shared / f"worker-{socket.gethostname()}-{os.getpid()}"
-    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with FolderLink(link, run_dir, rank) as folder_link:
-        prepared = assignment.prepared
-        if prepared.earlier == assignment.run_dir:
-            prepared = replace(prepared, earlier=run_dir)
-        linked = replace(assignment, run_dir=run_dir, prepared=prepared)
-        yield WorkerFolder(linked, _node_store(link.url, shared), folder_link.flush)
+    with used_node_folder(assignment.nonce) as shared:
+        # Nodes may share their folder for temporary files, though not the driver's run folder.
+        run_dir = shared / f"{WORKER}{socket.gethostname()}-{os.getpid()}"
+        folder_link = FolderLink(link, run_dir, rank)
+        try:
+            with folder_link:
+                prepared = assignment.prepared
+                if prepared.earlier == assignment.run_dir:
+                    prepared = replace(prepared, earlier=run_dir)
+                linked = replace(assignment, run_dir=run_dir, prepared=prepared)
+                yield WorkerFolder(linked, _node_store(link.url, shared), folder_link.flush)
+        finally:
+            if folder_link.is_complete:
+                shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _node_store(url: str, shared: Path) -> OpenStore:

@@ -17,6 +17,7 @@ from typing import Protocol, Self
 import ray
 
 from orchestrator.config.writer import to_json
+from orchestrator.errors import TrainingFailed
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
@@ -33,6 +34,7 @@ from orchestrator.runtime.cluster.session import wait_for_slots
 from orchestrator.runtime.cluster.survey import resources_now
 from orchestrator.runtime.failures import final_error
 from orchestrator.runtime.folder_link import Link
+from orchestrator.runtime.node_folder import node_folder
 from orchestrator.runtime.ray_internals import (
     logs_folder,
     placement_groups_of_job,
@@ -146,6 +148,9 @@ class _RunRecord:
         self._restarted = False
         self._last_sign_of_life: float | None = None
         """When the workers last wrote an event, by the driver's clock."""
+        self._last_step: int | None = None
+        self.has_end = False
+        """Whether the workers have recorded the end of the run."""
         # Readers look for this file, also in a run whose workers never started.
         self._path.touch()
         self._metrics = RayMetrics(run_dir.name)
@@ -172,14 +177,32 @@ class _RunRecord:
         self.poll()
 
     def _observe(self, event: Event) -> None:
-        if event["event"] == "resume":
-            self.recovery_log.resumed(event.get("source", "disk"))
+        match event["event"]:
+            case "step":
+                self._last_step = event["step"]
+            case "resume":
+                self._warn_of_missing_steps(event)
+                self.recovery_log.resumed(event.get("source", "disk"))
+            case "end":
+                self.has_end = True
         written_at = _driver_time(event["time"])
         if event["event"] in _SIGNS_OF_LIFE:
             self._last_sign_of_life = written_at
         # Expert hosts recover without a restart, and ``ExpertParallelRun`` measures that itself.
         if self._restarted:
             self.recovery_log.observe({**event, "time": written_at})
+
+    def _warn_of_missing_steps(self, event: Event) -> None:
+        """Warn of steps that a run does not repeat, and whose events were lost with their host.
+
+        Where a link brings the events, a snapshot may arrive before those of its steps."""
+        last_step = self._last_step
+        if event.get("source") == "memory" and last_step is not None and event["step"] > last_step:
+            message = (
+                f"the events of steps {last_step + 1} to {event['step']} are missing: they had not reached "
+                "the driver when their host was lost"
+            )
+            self.log.write("warning", kind="record", message=message)
 
     def __enter__(self) -> Self:
         return self
@@ -258,6 +281,7 @@ class _Driver:
         while True:
             result = self._attempt(workers, gpu, resume)
             if result.status is not None:
+                self._check_end()
                 return result.status
             failure = result.failure
             assert failure is not None
@@ -275,6 +299,17 @@ class _Driver:
             self.record.add_restart(failure, decision, workers, detected_at)
             resume = ResumeFrom(halvings=decision.halvings)
             workers = decision.workers
+
+    def _check_end(self) -> None:
+        """Raise ``TrainingFailed`` if a link has not brought the last events of the run."""
+        if self._link is not None and not self.record.has_end:
+            resuming = how_to_resume(self.prepared.resolved.config, self._link.url)
+            folder = node_folder((self.run_dir / "logs" / NONCE_FILE).read_text(encoding="utf-8")).name
+            raise TrainingFailed(
+                "the run ended, but its last events have not reached the driver; they are on the node of "
+                f"worker 0, in {folder} of its TMPDIR. Repeat the steps since the last "
+                f"checkpoint with: {resuming}"
+            )
 
     def _final_error(self, failure: Failure, error: BaseException | None, decision: GiveUp) -> BaseException:
         if decision.can_resume:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,11 +23,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.record.events import truncate_torn_line, whole_line_bytes
 from orchestrator.record.remote_record import EVENTS, is_needed
+from orchestrator.runtime.failures import cause_of
 from orchestrator.storage.folder import is_safe_name
 from orchestrator.storage.local_files import replace_file
 from orchestrator.train.remote.publish_requests import FOLDER as PUBLISH_REQUESTS
 from orchestrator.train.remote.publish_requests import answer_names
-from orchestrator.types import first_line
+from orchestrator.types import bytes_text, first_line
 
 _MAIN_SECONDS = 0.1
 _OTHERS_SECONDS = 1.0
@@ -87,8 +87,9 @@ class FolderServer:
 
     def open(self, is_main: bool) -> tuple[int, dict[str, bytes]]:
         """Return a number for a worker, and the files of the run that it needs to begin."""
-        writer = time.time_ns()
         with self._lock:
+            # A later worker has a higher number, also where the clock was set back.
+            writer = max(time.time_ns(), max(self._num_written, default=0) + 1)
             self._num_written[writer] = 0
             if is_main:
                 self._writer = writer
@@ -110,8 +111,11 @@ class FolderServer:
             return self._read((*self._always, *wanted))
 
     def _may_write(self, writer: int, change: Change) -> bool:
-        """Whether a change is not an event of a group that was left: the next one writes them now."""
-        if change.name != EVENTS:
+        """Whether a change is not of a group that was left, if it is an event or a request to publish.
+
+        The next group writes the events now. It may have resumed from a checkpoint before the one that the
+        late request would publish."""
+        if change.name != EVENTS and not change.name.startswith(f"{PUBLISH_REQUESTS.as_posix()}/"):
             return True
         # The numbers of workers rise with time: a restarted server learns the last one from its events.
         self._writer = max(writer, self._writer)
@@ -135,7 +139,7 @@ class FolderServer:
 
     def _read(self, names: Sequence[str]) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
-        for name in names:
+        for name in filter(is_safe_name, names):
             with suppress(FileNotFoundError):
                 found[name] = (self._run_dir / name).read_bytes()
         return found
@@ -161,6 +165,10 @@ class FolderLink:
         self._num_done = 0
         self._stopping = False
         self._warned: set[str] = set()
+        self._left_behind: set[str] = set()
+        """Files that are not sent: their message says why."""
+        self._last_error = ""
+        """Why the last exchange failed; empty if it did not."""
         self._thread = threading.Thread(target=self._run, name="folder-link", daemon=True)
 
     def __enter__(self) -> Self:
@@ -177,8 +185,15 @@ class FolderLink:
             self._changed.notify_all()
         self._thread.join()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the driver has all files, once the block has ended."""
+        return not self._last_error and not self._left_behind
+
     def flush(self) -> None:
-        """Wait until the driver has what was written before; not for ever: it may be gone."""
+        """Wait until the driver has what was written before, at most a few seconds: it may be gone.
+
+        The driver warns of a run that goes on from a snapshot whose events it has not received."""
         with self._changed:
             self._num_wanted += 1
             number = self._num_wanted
@@ -213,10 +228,10 @@ class FolderLink:
             self._exchange()
         # The driver's node may not answer for a while; a driver that is gone ends this process.
         except Exception as error:
-            self._warn_once(
-                "exchange", f"the driver does not answer, and is asked again: {first_line(error)}"
-            )
+            self._last_error = first_line(cause_of(error))
+            self._warn_once("exchange", f"the driver does not answer, and is asked again: {self._last_error}")
             return False
+        self._last_error = ""
         with self._changed:
             self._num_done = number
             self._changed.notify_all()
@@ -244,7 +259,7 @@ class FolderLink:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                self._warn_once(name, f"{path} cannot be read, and is not sent to the driver: {error}")
+                self._leave_behind(name, f"{path} cannot be read, and is not sent to the driver: {error}")
                 continue
             if change is not None:
                 yield change
@@ -259,12 +274,20 @@ class FolderLink:
         if is_growing and size > sent:
             data = _read_range(path, sent, min(size, sent + _MAX_PIECE_BYTES))
             version = (sent + len(data), mtime)
-        elif not is_growing and version != sent_version and size <= _MAX_FILE_BYTES:
+        elif not is_growing and size > _MAX_FILE_BYTES:
+            limit = bytes_text(_MAX_FILE_BYTES)
+            self._leave_behind(name, f"{path} has more than {limit}, and is not sent to the driver")
+            return None
+        elif not is_growing and version != sent_version:
             data = path.read_bytes()
         else:
             return None
         self._num_changes += 1
         return Change(name, data, is_growing, self._num_changes), version
+
+    def _leave_behind(self, name: str, message: str) -> None:
+        self._left_behind.add(name)
+        self._warn_once(name, message)
 
     def _warn_once(self, cause: str, message: str) -> None:
         if cause not in self._warned:
@@ -278,11 +301,6 @@ class FolderLink:
                 replace_file(path, data)
                 self._received[name] = data
                 self._sent[name] = _version(path)
-
-
-def node_folder(nonce: str) -> Path:
-    """Return the folder of a run on this node, for all its workers."""
-    return Path(tempfile.gettempdir(), f"expert-orchestrator-{nonce}")
 
 
 def _begin_files(run_dir: Path) -> Iterator[tuple[str, Path]]:

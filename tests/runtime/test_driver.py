@@ -22,6 +22,7 @@ from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.runtime import driver as module
 from orchestrator.runtime.bootstrap import REQUESTS_FILE, Assignment
 from orchestrator.runtime.driver import Attempt, AttemptResult, Observers, drive
+from orchestrator.runtime.folder_link import Link
 from orchestrator.runtime.recovery import Failure, GiveUp
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.storage.folder import RemoteFolder
@@ -69,6 +70,8 @@ class FakeCluster:
     attempts: list[FakeAttempt] = field(default_factory=list)
     clock_offset_s: float = 0.0
     """How far the clock of the workers' node is ahead."""
+    last_event: dict[str, Any] = field(default_factory=dict)
+    """The event after the steps; none if empty."""
 
     def start(
         self,
@@ -91,6 +94,8 @@ class FakeCluster:
         for step in steps:
             time.sleep(0.002)
             log.write("step", step=step, **self._time())
+        if self.last_event:
+            log.write(**self.last_event)
         log.close()
 
     def _time(self) -> dict[str, float]:
@@ -258,6 +263,39 @@ def test_the_source_of_a_recovery_is_the_one_that_the_workers_record(tmp_path: P
         record.recovery_log.stepped(9, 1004.0)
     (recovery,) = of_kind(read_events(tmp_path / "events.jsonl"), "recovery")
     assert recovery["source"] == "memory"
+
+
+def test_steps_that_are_not_repeated_and_have_no_events_are_told(tmp_path: Path) -> None:
+    """The main host was lost after its snapshot had arrived, and before the events of its steps."""
+    workers = EventLog(tmp_path / "events.jsonl")
+    with module._RunRecord(tmp_path, []) as record:
+        for steps, resumed in (((1, 2), 2), ((3,), 5), ((6,), 5)):
+            for step in steps:
+                workers.write("step", step=step)
+            workers.write("resume", step=resumed, path=None, source="memory", skipped=[])
+            record.poll()
+    (warning,) = of_kind(read_events(tmp_path / "events.jsonl"), "warning")
+    assert "the events of steps 4 to 5 are missing" in warning["message"]
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+def test_a_linked_run_whose_last_events_have_not_arrived_has_failed(
+    fake_cluster: FakeClusters, monkeypatch: pytest.MonkeyPatch, has_end: bool
+) -> None:
+    cluster = fake_cluster((COMPLETED, range(1, 5)))
+    folder = RemoteFolder(f"memory://{uuid4().hex}/run1")
+    monkeypatch.setattr(module, "open_link", lambda *_: Link(folder.url, None))
+    # The end of an earlier session does not count.
+    EventLog(cluster.run_dir / "events.jsonl").write("end", status="stopped", steps=0)
+    remote = RemoteRun(folder, cluster.run_dir, Mirror(cluster.run_dir, folder))
+    if has_end:
+        cluster.last_event = {"event": "end", "status": "completed", "steps": 4}
+        assert drive_run(cluster, remote=remote) == "completed"
+        return
+    with pytest.raises(
+        TrainingFailed, match=rf"have not reached the driver.*orchestrator resume {folder.url}"
+    ):
+        drive_run(cluster, remote=remote)
 
 
 def test_the_driver_writes_nothing_to_the_file_of_the_workers(fake_cluster: FakeClusters) -> None:

@@ -28,8 +28,10 @@ from orchestrator.runtime.bootstrap import (
 )
 from orchestrator.runtime.folder_link import FolderLink, FolderServer, Link
 from orchestrator.storage.folder import RemoteFolder
+from orchestrator.storage.local_files import replace_file
 from orchestrator.train.remote.mirror import Mirror
-from orchestrator.train.remote.publish_requests import ABANDON, ask
+from orchestrator.train.remote.publish_requests import ABANDON, ask, open_requests
+from orchestrator.train.remote.publish_requests import FOLDER as PUBLISH_REQUESTS
 
 _WAIT_S = 60.0
 
@@ -63,7 +65,7 @@ class Handle:
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_link, "_FLUSH_SECONDS", 0.5)
+    monkeypatch.setattr(folder_link, "_FLUSH_SECONDS", _WAIT_S)
     monkeypatch.setattr(folder_link, "ray", SimpleNamespace(get=lambda reply, timeout=None: reply))
 
 
@@ -152,6 +154,57 @@ def test_events_of_a_main_host_that_was_replaced_are_dropped(
     assert [(event["step"], "stale" in event) for event in events] == [(1, False), (2, False)]
 
 
+def test_a_request_of_a_main_host_that_was_replaced_is_dropped(
+    handle: Handle, driver_dir: Path, tmp_path: Path
+) -> None:
+    """The next group may have resumed from an earlier checkpoint than the one that it would publish."""
+    with linked(handle, tmp_path / "old") as old, linked(handle, tmp_path / "new") as new:
+        for worker, name in (("old", "publish-step_00000040.1"), ("new", "publish-step_00000020.2")):
+            replace_file(tmp_path / worker / PUBLISH_REQUESTS / f"{name}.request", b"a manifest")
+        for link in (old, new):
+            link.flush()
+    assert [request.subject for request in open_requests(driver_dir)] == ["step_00000020.2"]
+
+
+def test_a_worker_that_opens_the_record_after_the_clock_was_set_back_writes_it(
+    handle: Handle, driver_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with linked(handle, tmp_path / "old") as old, monkeypatch.context() as clock:
+        clock.setattr("time.time_ns", lambda: 1)
+        with linked(handle, tmp_path / "new"):
+            clock.undo()
+            EventLog(tmp_path / "old" / "events.jsonl").write("step", step=1, stale=True)
+            old.flush()
+            EventLog(tmp_path / "new" / "events.jsonl").write("step", step=1)
+    (event,) = read_events(driver_dir / "events.jsonl")
+    assert "stale" not in event
+
+
+def test_files_outside_of_the_run_folder_are_not_read(driver_dir: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    server = FolderServer(driver_dir, ())
+    writer, _ = server.open(is_main=True)
+    assert server.exchange(writer, [], [str(secret), "../secret", "plan.json"]).keys() == {"plan.json"}
+
+
+def test_a_large_file_stays_and_is_told_once(
+    handle: Handle,
+    driver_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(folder_link, "_MAX_FILE_BYTES", 10)
+    with linked(handle, tmp_path / "worker") as link:
+        (tmp_path / "worker" / "trace.json").write_bytes(bytes(11))
+        link.flush()
+        link.flush()
+    assert not (driver_dir / "trace.json").exists()
+    assert caplog.text.count("trace.json has more than 10 B, and is not sent to the driver") == 1
+    assert not link.is_complete
+
+
 def test_requests_of_the_driver_come_to_the_worker(handle: Handle, driver_dir: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
     with linked(handle, run_dir) as link:
@@ -163,8 +216,9 @@ def test_requests_of_the_driver_come_to_the_worker(handle: Handle, driver_dir: P
 
 
 def test_what_was_written_while_the_driver_did_not_answer_comes_later(
-    handle: Handle, driver_dir: Path, tmp_path: Path
+    handle: Handle, driver_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(folder_link, "_FLUSH_SECONDS", 0.0)
     run_dir = tmp_path / "worker"
     handle.is_down = True
     with linked(handle, run_dir) as link:
@@ -213,9 +267,8 @@ def test_what_was_sent_again_after_a_lost_reply_is_written_once(
 
 
 def test_a_flush_does_not_count_while_the_driver_does_not_answer(
-    handle: Handle, driver_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    handle: Handle, driver_dir: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(folder_link, "_FLUSH_SECONDS", _WAIT_S)
     run_dir = tmp_path / "worker"
     handle.is_down = True
     with linked(handle, run_dir) as link:
@@ -311,6 +364,45 @@ def test_workers_of_two_nodes_with_one_temporary_folder_have_folders_of_their_ow
         with worker_folder(assignment, 1) as folder:
             folders.add(folder.assignment.run_dir)
     assert len(folders) == 2
+
+
+def assignment_of(handle: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Assignment:
+    """Return the data of a worker that is linked to the driver, with folders of its node in ``tmp``."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    prepared: Any = SimpleNamespace(earlier=None)
+    link = Link("memory://run", handle)
+    return Assignment(prepared, tmp_path / "driver", tmp_path, "this run", None, link)
+
+
+def test_the_last_worker_of_a_node_removes_the_folders_of_the_run(
+    handle: Handle, driver_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assignment = assignment_of(handle, tmp_path, monkeypatch)
+    monkeypatch.setattr("socket.gethostname", iter(("node1", "node2")).__next__)
+    with worker_folder(assignment, 0) as first:
+        downloaded = first.assignment.run_dir.parent / "downloaded-1" / "step_00000040"
+        downloaded.mkdir(parents=True)
+        with worker_folder(assignment, 1) as second:
+            (second.assignment.run_dir / "logs" / "worker_1.log").write_text("all of it\n")
+        assert not second.assignment.run_dir.exists()
+        assert downloaded.exists()
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert (driver_dir / "logs" / "worker_1.log").read_text() == "all of it\n"
+
+
+def test_files_that_did_not_reach_the_driver_stay_on_the_node(
+    handle: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_link, "_LAST_SECONDS", 0.0)
+    assignment = assignment_of(handle, tmp_path, monkeypatch)
+    with worker_folder(assignment, 0) as folder:
+        run_dir = folder.assignment.run_dir
+        (run_dir.parent / "downloaded-1").mkdir()
+        handle.is_down = True
+        EventLog(run_dir / "events.jsonl").write("end", status="completed")
+    assert [event["event"] for event in read_events(run_dir / "events.jsonl")] == ["end"]
+    assert not (run_dir.parent / "downloaded-1").exists()
 
 
 # Whether the nodes share a disk
