@@ -196,7 +196,7 @@ def swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
 
 def swiglu_backward(grad_RH: Tensor, hidden_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden rows and weights."""
-    gradients = SwigluGradients(torch.empty_like(hidden_RH), torch.empty_like(weights_R))
+    gradients = SwigluGradients(contiguous_like(hidden_RH), contiguous_like(weights_R))
     write_swiglu_gradients(grad_RH.contiguous(), hidden_RH.contiguous(), weights_R.contiguous(), gradients)
     return gradients.hidden_RH, gradients.weights_R
 
@@ -250,6 +250,11 @@ def write_swiglu_gradients(
 def _bounds(span: Span | None, unused: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two bounds for a kernel, which reads them only if there is a span."""
     return (unused, unused) if span is None else (span.begin_1, span.end_1)
+
+
+def contiguous_like(tensor: Tensor) -> Tensor:
+    """Return an empty tensor, contiguous: ``torch.empty_like`` keeps the strides of a transposed one."""
+    return tensor.new_empty(tensor.shape)
 
 
 def num_blocks(size: int, block: int) -> int:
@@ -400,6 +405,6 @@ register(
 register(
     "swiglu_backward(Tensor grad_RH, Tensor hidden_RH, Tensor weights_R) -> (Tensor, Tensor)",
     swiglu_backward,
-    lambda _, hidden, weights: (torch.empty_like(hidden), torch.empty_like(weights)),
+    lambda _, hidden, weights: (contiguous_like(hidden), contiguous_like(weights)),
 )
 _ops: Any = torch.ops.experts

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts.kernels import fused, row_products
-from experts.kernels.fused import Span, SwigluGradients
+from experts.kernels.fused import Span, SwigluGradients, contiguous_like
 from experts.kernels.row_products import SIZE_MULTIPLE, RowTiles, row_product, weight_gradient
 from experts.types import RowMap
 
@@ -192,7 +192,7 @@ def _results(
 ) -> tuple[Tensor, Tensor]:
     """Return tensors like the results of ``_compute``."""
     del rows
-    return torch.empty_like(x_TD), x_TD.new_empty(token_R.shape[0] * _widest(matrices))
+    return contiguous_like(x_TD), x_TD.new_empty(token_R.shape[0] * _widest(matrices))
 
 
 def _gradients(
@@ -205,8 +205,8 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return tensors like the results of ``_compute_backward``."""
     del grad_TD, hidden
-    d_matrices = [torch.empty_like(matrix) for matrix in matrices] if trains_experts else []
-    return torch.empty_like(x_TD), torch.empty_like(_Rows(*rows).weights_R), d_matrices
+    d_matrices = [contiguous_like(matrix) for matrix in matrices] if trains_experts else []
+    return contiguous_like(x_TD), contiguous_like(_Rows(*rows).weights_R), d_matrices
 
 
 fused.register(

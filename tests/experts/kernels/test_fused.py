@@ -1,0 +1,61 @@
+"""Tensors that the kernels read and write, without a GPU: kernels take rows as contiguous.
+
+R counts rows, T tokens, D is their width, H the hidden size, E counts experts, K experts per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from experts.kernels import fused, fused_experts  # noqa: F401 - registers the operators
+
+R, T, D, H, E, K = 6, 3, 4, 5, 2, 2
+_ops: Any = torch.ops.experts
+
+
+def transposed(*shape: int, device: str = "cpu") -> Tensor:
+    """Return a tensor whose two last dimensions are stored the other way round."""
+    *outer, rows, columns = shape
+    return torch.ones(*outer, columns, rows, device=device).transpose(-1, -2)
+
+
+def test_kernels_get_contiguous_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Tensor] = []
+    monkeypatch.setattr(
+        fused, "launch", lambda *given, **_: launched.extend(a for a in given if isinstance(a, Tensor))
+    )
+    weights_R = torch.ones(2 * R)[::2]
+    fused.swiglu(transposed(R, 2 * H), weights_R)
+    fused.swiglu_backward(transposed(R, H), transposed(R, 2 * H), weights_R)
+    assert len(launched) >= 9
+    assert all(tensor.is_contiguous() for tensor in launched)
+
+
+def test_results_are_described_as_contiguous() -> None:
+    """Compiled code relies on the strides of the description."""
+    weights_R = torch.ones(R, device="meta")
+    hidden_RH = transposed(R, 2 * H, device="meta")
+    x_TD = transposed(T, D, device="meta")
+    matrices = [transposed(E, D, 2 * H, device="meta"), transposed(E, H, D, device="meta")]
+    counts_L, token_R, row_TK = (torch.ones(n, dtype=torch.int64, device="meta") for n in (E, R, T * K))
+    rows = [weights_R, counts_L, row_TK.view(T, K)]
+    y_TD, hidden = _ops.compute(x_TD, token_R, rows, matrices)
+    passed = (x_TD, hidden, rows, matrices, True)
+    d_x_TD, d_weights_R, d_matrices = _ops.compute_backward(transposed(T, D, device="meta"), *passed)
+    results = [
+        *_ops.swiglu_backward(transposed(R, H, device="meta"), hidden_RH, weights_R),
+        *(y_TD, d_x_TD, d_weights_R, *d_matrices),
+    ]
+    assert [result.shape for result in d_matrices] == [matrix.shape for matrix in matrices]
+    assert all(result.is_contiguous() for result in results)
+
+
+def test_experts_without_gradients_have_none() -> None:
+    x_TD = torch.ones(T, D, device="meta")
+    rows = [torch.ones(R, device="meta")] * 3
+    matrices = [torch.ones(E, D, 2 * H, device="meta"), torch.ones(E, H, D, device="meta")]
+    *_, d_matrices = _ops.compute_backward(x_TD, x_TD, x_TD, rows, matrices, False)
+    assert d_matrices == []
