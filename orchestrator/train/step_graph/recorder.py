@@ -49,10 +49,12 @@ class CudaRecorder:
     def warm_up(self, function: Callable[[], T]) -> T:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = function()
-        current.wait_stream(self._stream)
-        return result
+        try:
+            with torch.cuda.stream(self._stream):
+                return function()
+        finally:
+            # Also after an error: the step is repeated on the current stream, with the same tensors.
+            current.wait_stream(self._stream)
 
     def record(self, function: Callable[[], T]) -> Callable[[], T]:
         # Memory that ordinary steps have cached would be missing in the graph's own pool.
