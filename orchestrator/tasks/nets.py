@@ -176,7 +176,9 @@ class Decoder(nn.Module):
         x, routings = run_blocks(self.blocks, self.embedding(tokens) + self.position(positions))
         hidden = self.norm(x)
         output = self.embedding.weight
-        if targets is not None and has_large_logits(hidden.flatten(0, 1), len(output)):
+        # Over few classes each batch, a short one too, counts the accuracy in training: from all logits.
+        has_accuracy = len(output) <= _MAX_ACCURACY_CLASSES
+        if targets is not None and not has_accuracy and has_large_logits(hidden.flatten(0, 1), len(output)):
             return token_loss(hidden.flatten(0, 1), output, targets.flatten()), routings
         return F.linear(hidden, output), routings
 
