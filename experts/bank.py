@@ -250,7 +250,7 @@ class ExpertBank(nn.Module):
         with without_autocast(x):
             if row_map is None:
                 return self._compute_rows(x, counts_L, weights_R)
-            if self._is_fused(x, row_map):
+            if self.leaves_rows_out(x, len(row_map.token_R)):
                 weights = [self._class_weights(group, x.dtype) for group in self.classes]
                 matrices = [(each["up"], each["down"]) for each in weights]
                 return experts_fused(x, matrices, counts_L, weights_R, row_map)
@@ -263,12 +263,12 @@ class ExpertBank(nn.Module):
             return False
         return len(self.classes) > 1 or "loop" in self._kernels(device, dtype)
 
-    def _is_fused(self, x_TD: Tensor, row_map: RowMap) -> bool:
-        """Whether one function computes all rows of these tokens."""
-        num_rows = len(row_map.token_R)
-        if isinstance(x_TD, FakeTensor) or not num_rows or not self._can_fuse(x_TD.device, x_TD.dtype):
+    def leaves_rows_out(self, x_TD: Tensor, num_rows: int) -> bool:
+        """Whether rows after those of the last expert may be left out: one function computes all."""
+        dtype = computing_dtype(x_TD)
+        if isinstance(x_TD, FakeTensor) or not num_rows or not self._can_fuse(x_TD.device, dtype):
             return False
-        return self._unused_bytes(num_rows, x_TD.itemsize) <= _MAX_UNUSED_BYTES
+        return self._unused_bytes(num_rows, dtype.itemsize) <= _MAX_UNUSED_BYTES
 
     def _can_fuse(self, device: torch.device, dtype: torch.dtype) -> bool:
         if self.kind != "swiglu" or not self.form.is_plain or self._kernels(device, dtype) != {"grouped"}:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from experts.tokens.bounds import ExchangeBounds
 from experts.tokens.exchange import Exchange, LocalExchange
 from experts.tokens.received_rows import RowCheck
 
@@ -83,6 +84,8 @@ class MoEContext:
     cache: RecomputeCache | None = None
     observing: bool = False
     """Whether the layers collect statistics in this step."""
+    bounds: ExchangeBounds | None = None
+    """Bounds of the rows between hosts; None if counts are exchanged in every layer."""
     row_checks: list[RowCheck] = field(default_factory=list)
     """Checks of received rows whose figures the host has not read yet."""
 

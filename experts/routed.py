@@ -12,12 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from experts.bank import ExpertBank
 from experts.capacity import capacity_mask
 from experts.context import MoEContext
+from experts.host_copy import to_host
 from experts.kernels.compiling import uncompiled
 from experts.shared_expert import SharedExpert
 from experts.structure import SETTLED, LayerStructure
 from experts.token_exchange import ExchangeChunk, TokenExchange
-from experts.tokens.dispatch import sort_by_slot
-from experts.tokens.received_rows import RowCheck, local_slots
+from experts.tokens.dispatch import sort_bounded, sort_by_slot
+from experts.tokens.received_rows import local_slots
 from experts.tokens.routes import route_table
 from experts.types import Choices
 
@@ -137,7 +138,7 @@ class RoutedExperts(nn.Module):
         for chunk in tokens.chunks:
             rows_GD, weights_GK, ids_GK = chunk.receive()
             slots_GK = self._received_slots(ids_GK, chunk)
-            output_GD = self._compute(rows_GD, slots_GK, weights_GK, chunk.num_rows)
+            output_GD = self._compute_received(rows_GD, slots_GK, weights_GK, chunk)
             chunk.send_back(output_GD)
         y_TD = tokens.receive_back()
         return y_TD if shared_TD is None else y_TD + shared_TD
@@ -155,10 +156,22 @@ class RoutedExperts(nn.Module):
         """Return the local slots of received ids, and start the check of these ids."""
         slots_GK = local_slots(ids_GK, self.bank.slot_E)
         if not self.context.replaying:
-            receive_counts = chunk.outbound.plan.receive_counts
-            check = RowCheck.start(self.layer_name, ids_GK, slots_GK, receive_counts, chunk.num_rows)
-            self.context.row_checks.append(check)
+            chunk.check_choices(self.layer_name, ids_GK, slots_GK)
         return slots_GK
+
+    def _compute_received(
+        self, rows_GD: Tensor, slots_GK: Tensor, weights_GK: Tensor, chunk: ExchangeChunk
+    ) -> Tensor:
+        """Return the weighted sums for received tokens."""
+        num_rows = chunk.num_rows
+        if num_rows is None:
+            assert chunk.bound is not None
+            max_rows = min(chunk.bound.expert_rows, slots_GK.numel())
+            if self.bank.leaves_rows_out(rows_GD, max_rows):
+                trip = sort_bounded(slots_GK, weights_GK, len(self.bank.held), max_rows)
+                return self.bank(rows_GD, trip.counts_L, trip.weights_R, trip.row_map)
+            num_rows = int(to_host((slots_GK >= 0).sum()))
+        return self._compute(rows_GD, slots_GK, weights_GK, num_rows)
 
     def _kept(self, choices: Choices) -> Tensor | None:
         """Return the choices that are not dropped; None where all are kept."""

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from experts.context import MoEContext
+from experts.tokens.bounds import HEADER_BYTES, RowBound
 from experts.tokens.destinations import Destinations
 from experts.tokens.dispatch import sum_rows
+from experts.tokens.received_rows import RowCheck
 from experts.tokens.transfer import Layout, Transfer, receive, receive_back, send, send_back
 from experts.types import Choices
 
@@ -33,16 +35,46 @@ class ExchangeChunk:
     """Tokens to the hosts of their experts."""
     inbound: Transfer
     """Outputs back to the hosts of the tokens."""
-    num_rows: int
+    num_rows: int | None
     """Rows for this host's experts among the received tokens: a token counts once for each of
-    them."""
+    them. None: the device alone knows, and ``bound`` limits them."""
     anchor: Tensor
     context: MoEContext
+    bound: RowBound | None = None
+    counts_N2: Tensor | None = None
+    """Rows, and rows for experts, to each host, for the header of bounded rows."""
+    layer_id: int = 0
+    is_empty: bool = False
+    """Whether this host has no tokens; a padding token stands for them."""
     _ticket: Tensor | None = None
 
     def send(self) -> None:
         if not self.context.replaying:
+            self.outbound.header_N4 = self._header()
             self._ticket = send(self.x_TD, self.weights_TK, self.ids_SK, self.anchor, self.outbound)
+
+    def _header(self) -> Tensor | None:
+        """Return the numbers that go to each host with bounded rows."""
+        if self.counts_N2 is None:
+            return None
+        number = self.context.exchange.next_number()
+        columns = [torch.full_like(self.counts_N2[:, 0], value) for value in (number, self.layer_id)]
+        return torch.stack([*columns, *self.counts_N2.unbind(1)], dim=1)
+
+    def check_choices(self, layer_name: str, ids_GK: Tensor, slots_GK: Tensor) -> None:
+        """Start the check of received ids of experts, and of their number."""
+        if self.bound is None:
+            assert self.num_rows is not None
+            counts = self.outbound.plan.receive_counts
+            check = RowCheck.start(layer_name, ids_GK, slots_GK, counts, self.num_rows)
+            self.context.row_checks.append(check)
+            return
+        sent_N4, received_N4 = self.outbound.header_N4, self.outbound.received_header_N4
+        assert self.context.bounds is not None, "bounded rows without bounds"
+        assert sent_N4 is not None, "check before send"
+        assert received_N4 is not None, "check before receive"
+        choices = (ids_GK, slots_GK)
+        self.context.bounds.add_headers(self.layer_id, self.bound, received_N4, sent_N4, choices)
 
     def receive(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return features, weights and expert ids of the tokens that other hosts sent."""
@@ -65,7 +97,8 @@ class ExchangeChunk:
             return receive_back(self._ticket, self.inbound)
 
         rows_SD = self.context.replayed(received)
-        return sum_rows(rows_SD, self.outbound.plan.row_map)
+        y_TD = sum_rows(rows_SD, self.outbound.plan.row_map)
+        return y_TD[:0] if self.is_empty else y_TD
 
 
 @dataclass
@@ -83,16 +116,22 @@ class TokenExchange:
         context: MoEContext,
         header: tuple[int, ...] = (),
     ) -> TokenExchange:
-        """Decide the rows to send, and exchange their counts with all hosts.
+        """Decide the rows to send, and exchange their counts with all hosts, if they have no bound.
 
         All hosts must call it. ``host_TK`` is the host of each choice, -1 for one that is dropped.
-        ``header`` describes the layer; it must be the same on all hosts."""
+        ``header`` describes the layer, its id first; it must be the same on all hosts."""
         exchange = context.exchange
         if context.step.dummy:
             host_TK = torch.full_like(host_TK, -1)
         slices = _chunk_slices(len(x_TD), context.num_chunks)
-        destinations = [Destinations.of(host_TK[part], exchange.size) for part in slices]
         layout = Layout.of(x_TD, choices.weights_TK)
+        layer_id = header[0] if header else 0
+        bound = context.bounds.of_layer(layer_id) if context.bounds is not None else None
+        if bound is not None and layout.size >= HEADER_BYTES:
+            anchor = x_TD.new_zeros((), requires_grad=torch.is_grad_enabled())
+            parts = [_Part.of(x_TD, choices, host_TK, part) for part in slices]
+            return cls([part.bounded_chunk(bound, layer_id, anchor, context) for part in parts])
+        destinations = [Destinations.of(host_TK[part], exchange.size) for part in slices]
         header = (*header, layout.size, len(slices))
         top_k = choices.experts_TK.shape[1]
         sent, received = context.replayed(lambda: _exchange_counts(context, destinations, header, top_k))
@@ -102,6 +141,9 @@ class TokenExchange:
         for number, (part, destination) in enumerate(zip(slices, destinations, strict=True)):
             send_counts = _column(sent, 2 * number)
             receive_counts = _column(received, 2 * number)
+            num_rows = sum(_column(received, 2 * number + 1))
+            if context.bounds is not None and not context.replaying:
+                context.bounds.add_counts(layer_id, receive_counts, num_rows)
             plan = destination.transfer_plan(send_counts, receive_counts)
             chunk = ExchangeChunk(
                 # Slicing a single chunk would add nodes to the autograd graph.
@@ -110,7 +152,7 @@ class TokenExchange:
                 ids_SK=destination.expert_ids(choices.experts_TK[part], plan),
                 outbound=Transfer(exchange, plan),
                 inbound=Transfer(exchange, plan),
-                num_rows=sum(_column(received, 2 * number + 1)),
+                num_rows=num_rows,
                 anchor=anchor,
                 context=context,
             )
@@ -124,6 +166,53 @@ class TokenExchange:
     def receive_back(self) -> Tensor:
         outputs = [chunk.receive_back() for chunk in self.chunks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@dataclass
+class _Part:
+    """The tokens of a chunk, and the choices of their experts and hosts."""
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    experts_TK: Tensor
+    host_TK: Tensor
+    is_empty: bool
+
+    @classmethod
+    def of(cls, x_TD: Tensor, choices: Choices, host_TK: Tensor, part: slice) -> _Part:
+        if len(host_TK[part]):
+            tensors = (x_TD, choices.weights_TK, choices.experts_TK, host_TK)
+            is_whole = len(host_TK[part]) == len(host_TK)
+            # Slicing a single chunk would add nodes to the autograd graph.
+            return cls(*(tensor if is_whole else tensor[part] for tensor in tensors), is_empty=False)
+        # Padding copies a token: one that is sent to no host stands for those that are missing.
+        size = choices.experts_TK.shape[1]
+        no_host = host_TK.new_full((1, size), -1)
+        weights = choices.weights_TK.new_zeros(1, size)
+        return cls(
+            x_TD.new_zeros(1, x_TD.shape[1]), weights, torch.zeros_like(no_host), no_host, is_empty=True
+        )
+
+    def bounded_chunk(
+        self, bound: RowBound, layer_id: int, anchor: Tensor, context: MoEContext
+    ) -> ExchangeChunk:
+        """Return the chunk of rows whose counts no host knows."""
+        destinations = Destinations.of(self.host_TK, context.exchange.size)
+        plan, ids_SK = destinations.bounded_plan(self.experts_TK, bound)
+        return ExchangeChunk(
+            x_TD=self.x_TD,
+            weights_TK=self.weights_TK,
+            ids_SK=ids_SK,
+            outbound=Transfer(context.exchange, plan),
+            inbound=Transfer(context.exchange, plan),
+            num_rows=None,
+            anchor=anchor,
+            context=context,
+            bound=bound,
+            counts_N2=torch.stack([destinations.rows_N, destinations.expert_rows_N], dim=1),
+            layer_id=layer_id,
+            is_empty=self.is_empty,
+        )
 
 
 def _exchange_counts(

@@ -162,7 +162,7 @@ def _compute_backward(
     grad_RD = fused.copy_rows(grad_TD, row_TK, num_rows)
     rows_RD = fused.copy_rows(x_TD, row_TK, num_rows) if trains_experts else None
     d_rows_RD = torch.empty_like(grad_RD)
-    d_weights_R = torch.empty_like(weights_R)
+    d_weights_R = torch.zeros_like(weights_R)  # rows that are left out have weights of other hosts' experts
     d_matrices: list[Tensor] = []
     for each, hidden_RH, grad_RH, activated_RH, d_hidden_RH in tables:
         row_product(grad_RD, each.down_EHD.transpose(1, 2), each.tiles, None, grad_RH)

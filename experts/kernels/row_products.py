@@ -57,7 +57,8 @@ class RowTiles:
     def of(cls, counts_L: Tensor, num_rows: int, slots: slice = _ALL) -> RowTiles:
         """List the tiles of the experts in some slots; all slots have these numbers of rows.
 
-        Counts that do not add up to ``num_rows`` are bounded: nothing outside the rows is read."""
+        Rows after the last slot's are left out. Larger counts are bounded: nothing outside the rows is
+        read."""
         first, stop, _ = slots.indices(len(counts_L))
         num_experts = stop - first
         height = 64 if num_rows <= 64 * len(counts_L) else 128
@@ -180,7 +181,7 @@ def _tiles_kernel(
     size = tl.load(counts + index, mask=index < L, other=0)
     total = tl.cumsum(size, axis=0)
     begin = tl.minimum(total - size, rows).to(tl.int32)
-    end = tl.where(index >= L - 1, rows, tl.minimum(total, rows)).to(tl.int32)
+    end = tl.minimum(total, rows).to(tl.int32)
     is_listed = (index >= FIRST) & (index < FIRST + E)
     tiles = tl.where(is_listed, (end - begin + HEIGHT - 1) // HEIGHT, 0)
     tiles_before = tl.sum(tl.where(index < FIRST + expert, tiles, 0))

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from experts.tokens.bounds import RowBound
 from experts.tokens.dispatch import SlotOrder, key_dtype
 from experts.tokens.transfer import TransferPlan
+from experts.types import RowMap
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,37 @@ class Destinations:
 
     def expert_ids(self, experts_TK: Tensor, plan: TransferPlan) -> Tensor:
         """Return the experts that each sent row is for, -1 for experts of other hosts."""
-        token_S = plan.row_map.token_R
-        host_S = self.order.key_R[: len(token_S)]
+        host_S = self.order.key_R[: len(plan.row_map.token_R)]
+        return self._ids_on_hosts(experts_TK, plan.row_map.token_R, host_S)
+
+    def _ids_on_hosts(self, experts_TK: Tensor, token_S: Tensor, host_S: Tensor) -> Tensor:
         on_host_SK = self.host_TK.index_select(0, token_S) == host_S.unsqueeze(1)
         experts_SK = experts_TK.index_select(0, token_S)
         return torch.where(on_host_SK, experts_SK, -1).to(torch.int32)
+
+    def bounded_plan(self, experts_TK: Tensor, bound: RowBound) -> tuple[TransferPlan, Tensor]:
+        """Return the plan of a message of ``bound.block`` rows to each host, and the experts of its rows.
+
+        Rows beyond the bound are left out. Padding copies the first token and is for no expert."""
+        num_hosts = len(self.expert_rows_N)
+        num_places = num_hosts * bound.block
+        index_S = self.order.index_R
+        host_S = self.order.key_R.long()
+        ends_N = self.order.ends_L
+        # Absent rows are those of a host after the last.
+        begin_S = F.pad(ends_N, (1, 0)).index_select(0, host_S)
+        number_S = torch.arange(len(host_S), device=host_S.device) - begin_S
+        is_sent_S = (host_S < num_hosts) & (number_S < bound.rows)
+        place_S = torch.where(is_sent_S, host_S * bound.block + number_S, num_places)
+        choice_P = torch.full((num_places + 1,), -1, device=host_S.device).scatter_(0, place_S, index_S)
+        choice_P = choice_P[:num_places]
+        token_P = choice_P.clamp(min=0) // self.order.top_k
+        row_S = torch.where(is_sent_S, place_S, -1)
+        row_TK = torch.empty_like(index_S).scatter_(0, index_S, row_S).view(-1, self.order.top_k)
+        place_P = torch.arange(num_places, device=host_S.device)
+        host_P = torch.where(choice_P >= 0, place_P // bound.block, -2)  # -2: no choice has this host
+        plan = TransferPlan(RowMap(token_P, row_TK, complete=False), (), ())
+        return plan, self._ids_on_hosts(experts_TK, token_P, host_P)
 
 
 def _distinct_hosts(chosen_TK: Tensor, num_hosts: int) -> Tensor:

@@ -63,6 +63,14 @@ class SlotOrder:
             ends_L[-1:] = num_rows
         return torch.diff(ends_L, prepend=ends_L.new_zeros(1))
 
+    def bounded_row_map(self, max_rows: int) -> RowMap:
+        """Return the map of at most ``max_rows`` rows. Rows of absent choices are not summed."""
+        index_R = self.index_R[:max_rows]
+        has_row_R = self.key_R[:max_rows] < len(self.ends_L)
+        row_R = torch.where(has_row_R, torch.arange(len(index_R), device=index_R.device), -1)
+        row_TK = torch.full_like(self.index_R, -1).scatter_(0, index_R, row_R).view(-1, self.top_k)
+        return RowMap(index_R // self.top_k, row_TK, complete=False)
+
     def row_map(self, num_rows: int | None) -> RowMap:
         """Return the map of the first ``num_rows`` choices; None says that no choice is absent."""
         index_R = self.index_R if num_rows is None else self.index_R[:num_rows]
@@ -84,6 +92,18 @@ def sort_by_slot(
     index_R = order.index_R if num_rows is None else order.index_R[:num_rows]
     weights_R: Tensor = _Pick.apply(weights_TK.reshape(-1), index_R)  # pyright: ignore[reportAssignmentType]
     return Trip(order.row_map(num_rows), weights_R, order.counts_L(num_rows))
+
+
+def sort_bounded(slots_TK: Tensor, weights_TK: Tensor, num_slots: int, max_rows: int) -> Trip:
+    """Sort choices of which the device alone knows how many are absent, into at most ``max_rows`` rows.
+
+    The rows after the last slot's are not to be computed; others than ``max_rows`` are lost."""
+    order = SlotOrder.of(torch.where(slots_TK < 0, num_slots, slots_TK), num_slots)
+    index_R = order.index_R[:max_rows]
+    weights_R: Tensor = _Pick.apply(weights_TK.reshape(-1), index_R)  # pyright: ignore[reportAssignmentType]
+    ends_L = order.ends_L.clamp(max=len(index_R))
+    counts_L = torch.diff(ends_L, prepend=ends_L.new_zeros(1))
+    return Trip(order.bounded_row_map(max_rows), weights_R, counts_L)
 
 
 def key_dtype(num_slots: int) -> torch.dtype:

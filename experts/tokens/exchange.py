@@ -40,7 +40,11 @@ class Exchange(Protocol):
     def all_to_all_rows(
         self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> PendingRows:
-        """Start sending rows, which are sorted by host."""
+        """Start sending rows, which are sorted by host. Without counts, as many go to each host."""
+        ...
+
+    def next_number(self) -> int:
+        """Return the number of the next exchange, which is the same on all hosts."""
         ...
 
 
@@ -98,6 +102,9 @@ class LocalExchange:
     ) -> PendingRows:
         return PendingRows(rows, None, Meter())
 
+    def next_number(self) -> int:
+        return 0
+
 
 @dataclass
 class GroupExchange:
@@ -116,8 +123,7 @@ class GroupExchange:
         return self.group.size
 
     def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> Tensor:
-        self._num_exchanges += 1
-        header = [self._num_exchanges, *header]
+        header = [self.next_number(), *header]
         header_NC = counts_NC.new_tensor(header).expand(self.size, -1)
         sent = torch.cat([header_NC, counts_NC], dim=1)
         # gloo aborts the process where lengths differ, before any host could compare headers: pad
@@ -163,6 +169,8 @@ class GroupExchange:
         self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> PendingRows:
         rows = rows.contiguous()
+        if not send_counts:
+            send_counts = receive_counts = [len(rows) // self.size] * self.size
         if sum(send_counts) != len(rows):
             raise RuntimeError(
                 f"{sum(send_counts)} rows were announced to the other hosts; there are {len(rows)} to send"
@@ -173,3 +181,7 @@ class GroupExchange:
         self.meter.bytes += num_leaving * rows.stride(0) * rows.itemsize
         work = self.group.all_to_all(received, rows, receive_counts, send_counts)
         return PendingRows(received, work, self.meter, rows)
+
+    def next_number(self) -> int:
+        self._num_exchanges += 1
+        return self._num_exchanges

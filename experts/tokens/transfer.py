@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experts.tokens.bounds import HEADER_BYTES
 from experts.tokens.dispatch import sum_in_order
 from experts.tokens.exchange import Exchange, PendingRows
 from experts.types import RowMap
@@ -23,7 +24,9 @@ _ALIGNMENT_BYTES = 8  # each section of a packed row starts at a multiple of thi
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The rows of one chunk: their tokens, and how many go to and come from each host."""
+    """The rows of one chunk: their tokens, and how many go to and come from each host.
+
+    Without counts, as many go to each host and come from each."""
 
     row_map: RowMap
     send_counts: tuple[int, ...]
@@ -42,6 +45,9 @@ class Transfer:
         self.plan = plan
         self.pending_rows: PendingRows | None = None
         self.pending_grads: PendingRows | None = None
+        self.header_N4: Tensor | None = None
+        """The header of the rows to each host, which their last row holds; None if counts were exchanged."""
+        self.received_header_N4: Tensor | None = None
 
     def wait_for_rows(self) -> Tensor:
         pending = self.pending_rows
@@ -117,6 +123,12 @@ def _section(packed: Tensor, begin: int, columns: int, dtype: torch.dtype) -> Te
     return packed[:, begin : begin + columns * dtype.itemsize].view(dtype)
 
 
+def _headers(packed: Tensor, num_hosts: int) -> Tensor:
+    """Return a view of the numbers in the last row from or to each host."""
+    last = packed.view(num_hosts, -1, packed.shape[1])[:, -1]
+    return last[:, :HEADER_BYTES].view(torch.int64)
+
+
 def send(
     x_TD: Tensor,
     weights_TK: Tensor,
@@ -177,6 +189,8 @@ class _Send(torch.autograd.Function):
         torch.index_select(x_TD, 0, token_S, out=features)
         torch.index_select(weights_TK, 0, token_S, out=weights)
         _section(packed, layout.ids, row_format.top_k, torch.int32).copy_(ids_SK)
+        if transfer.header_N4 is not None:
+            _headers(packed, len(transfer.header_N4)).copy_(transfer.header_N4)
         transfer.pending_rows = transfer.start(packed)
         ctx.transfer = transfer
         ctx.layout = layout
@@ -198,6 +212,8 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, transfer: Transfer, row_format: _RowFormat) -> Any:
         packed = transfer.wait_for_rows()
+        if transfer.header_N4 is not None:
+            transfer.received_header_N4 = _headers(packed, len(transfer.header_N4)).clone()
         layout = Layout.of_format(row_format)
         rows_GD = _section(packed, layout.features, row_format.width, row_format.dtype)
         weights_GK = _section(packed, layout.weights, row_format.top_k, row_format.weight_dtype).contiguous()

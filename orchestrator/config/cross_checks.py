@@ -196,6 +196,8 @@ def _needs_expert_parallel(parallel: ParallelSettings, evolution: EvolutionSetti
         return f"expert_replicas {evolution.expert_replicas}"
     if evolution.rebalance == "on":
         return "rebalance on"
+    if parallel.exchange_rows == "bounded":
+        return "exchange_rows bounded"
     return None if parallel.exchange_chunks is None else f"exchange_chunks {parallel.exchange_chunks}"
 
 

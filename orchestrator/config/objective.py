@@ -18,7 +18,7 @@ _ONLY_RESULT = frozenset({
 """Settings that change what is learned, and not how long a step takes."""
 _ONLY_SPEED = frozenset({
     "loader_workers", "bucket_cap_mb", "static_graph", "find_unused_parameters", "gradient_as_bucket_view",
-    "exchange_chunks", "empty_cache_every", "cudnn_benchmark",
+    "exchange_chunks", "exchange_rows", "empty_cache_every", "cudnn_benchmark",
 })  # fmt: skip
 """Settings that change how long a step takes, and not what is learned."""
 _NEITHER = frozenset({

@@ -12,6 +12,7 @@ from orchestrator.config.checks import Switch, at_least, listed
 ParallelStrategy = Literal["auto", "data_parallel", "expert_parallel"]
 Backend = Literal["auto", "nccl", "gloo"]
 Sharding = Literal["auto", "none", "zero2", "zero3"]
+ExchangeRows = Literal["counted", "bounded"]
 GatePlace = Literal["replicated", "primary"]
 PLACEMENTS = ("auto", "round_robin")
 
@@ -54,6 +55,10 @@ class ParallelSettings:
     exchange_chunks: int | None = None
     """Expert parallel: parts in which a layer's tokens are exchanged, so that experts compute
     while the next part is sent. Default: by the plan."""
+    exchange_rows: ExchangeRows = "counted"
+    """Expert parallel: counted: hosts exchange the number of a layer's rows first, and wait for it.
+    bounded: they send a bounded number, with padding, and do not wait; a step with more rows is
+    repeated."""
     share_by_speed: Switch = "auto"
     """Divide the global batch in proportion to measured speed; auto: if the workers' devices differ."""
     bucket_cap_mb: int | None = None

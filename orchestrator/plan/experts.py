@@ -150,6 +150,7 @@ def unused_settings(config: Config, strategy: StrategyName, facts: ModelFacts) -
         ("--gate", parallel.gate, "replicated"),
         ("--placement", parallel.placement, "auto"),
         ("--exchange-chunks", parallel.exchange_chunks, None),
+        ("--exchange-rows", parallel.exchange_rows, "counted"),
         ("--spares", parallel.spares, 0),
         ("--expert-replicas", config.evolution.expert_replicas, 1),
         ("--rebalance", "on" if config.evolution.rebalance == "on" else "auto", "auto"),

@@ -117,10 +117,13 @@ class Stepper:
             if self.strategy.needs_vote:
                 problem = self._recovery.vote(problem)
             if problem is None:
-                break
+                global_totals = self._reduce(totals, batch, votes)
+                if self.strategy.rows_fit():
+                    break
+                self._repeat_with_counts(step)
+                continue
             # Outside the handler, so that no frame of the failed attempt keeps its tensors alive.
             self._prepare_repetition(problem, step)
-        global_totals = self._reduce(totals, batch, votes)
         self._update(global_totals, step)
         self.clock.mark("optimizer")
         self._recovery.grow_back(step)
@@ -369,6 +372,16 @@ class Stepper:
             self.compiled = None
         else:
             self._recovery.shrink_passes(problem, step)
+
+    def _repeat_with_counts(self, step: int) -> None:
+        """Undo an attempt in which some tokens did not reach their experts."""
+        self._statistics.restore()
+        self.optimizer.inner.zero_grad(set_to_none=True)
+        self.emit(
+            "warning",
+            kind="exchange",
+            message=f"step {step + 1}: more rows than their bound (--exchange-rows); the step is repeated",
+        )
 
     def _report_compilation(self, seconds: float) -> None:
         """Emit an event after the first step, which compiled the model."""

@@ -6,15 +6,17 @@ tokens, and empty chunks. T counts tokens, D is their width."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from experts.context import MoEContext, StepContext
+from experts.group import Group
 from experts.layer import MoELayer
 from experts.model import attach, initialise, place
+from experts.tokens.bounds import ExchangeBounds, RowBound
 from experts.tokens.exchange import GroupExchange
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
@@ -174,24 +176,60 @@ def run_pass(layer: MoELayer, case: Case, position_T: Tensor) -> dict[str, Tenso
     return result
 
 
-def run_host(rank: int, size: int, store: str, case: Case) -> dict[str, Tensor]:
+Rows = Literal["counted", "bounded", "beyond the bound"]
+
+
+def run_host(rank: int, size: int, store: str, case: Case, rows: Rows) -> dict[str, Tensor]:
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
         assert world.group is not None
         layer = make_layer(case)
         first_token = sum(case.tokens[host] for host in case.data_hosts if host < rank)
         step = StepContext(first_sample=first_token, dummy=rank in case.dummy_hosts)
-        attach(layer, MoEContext(GroupExchange(world.group), case.num_chunks, step))
+        context = MoEContext(GroupExchange(world.group), case.num_chunks, step)
+        attach(layer, context)
         place(layer, [case.host_of], rank)
-        return run_pass(layer, case, positions(case)[rank])
+        if rows == "counted":
+            return run_pass(layer, case, positions(case)[rank])
+        return run_bounded(layer, case, rows, context, world.group)
 
 
+def run_bounded(
+    layer: MoELayer, case: Case, rows: Rows, context: MoEContext, group: Group
+) -> dict[str, Tensor]:
+    """Run a pass by counts, which sets the bounds, and another one by bounds."""
+    bounds = ExchangeBounds(torch.device("cpu"))
+    context.bounds = bounds
+    position_T = positions(case)[group.rank]
+
+    def attempt() -> tuple[dict[str, Tensor], bool]:
+        layer.zero_grad(set_to_none=True)
+        bounds.begin_attempt()
+        return run_pass(layer, case, position_T), bounds.end_attempt(group)
+
+    _, fits = attempt()
+    assert fits
+    assert not bounds._bounded
+    assert len(bounds._counted) == case.num_chunks
+    if rows == "beyond the bound":
+        bounds._of_layer = dict.fromkeys(bounds._of_layer, RowBound(rows=0, expert_rows=0))
+        assert not attempt()[1]
+        assert len(bounds._bounded) == case.num_chunks
+    result, fits = attempt()
+    assert fits
+    repeats = rows == "beyond the bound"
+    assert len(bounds._counted) == case.num_chunks * repeats
+    assert len(bounds._bounded) == case.num_chunks * (not repeats)
+    return result
+
+
+@pytest.mark.parametrize("rows", get_args(Rows))
 @pytest.mark.parametrize("name", CASES)
-def test_hosts_equal_one_process(name: str) -> None:
+def test_hosts_equal_one_process(name: str, rows: Rows) -> None:
     case = CASES[name]
     layer = make_layer(case)
     attach(layer, MoEContext())
     expected = run_pass(layer, case, torch.cat([positions(case)[host] for host in case.data_hosts]))
-    hosts = run_ranks(run_host, case.num_hosts, case)
+    hosts = run_ranks(run_host, case.num_hosts, case, rows)
     data_hosts = [hosts[host] for host in case.data_hosts]
     for key in ("y", "x"):
         joined = torch.cat([host[key] for host in data_hosts])

@@ -266,6 +266,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "gate": st.sampled_from(["replicated", "primary"]),
     "placement": st.sampled_from(["auto", "round_robin", "experts.json", "a b/é.json"]),
     "exchange_chunks": _maybe(st.integers(1, 8)),
+    "exchange_rows": st.sampled_from(["counted", "bounded"]),
     "share_by_speed": _switches,
     "bucket_cap_mb": _maybe(_small),
     "static_graph": st.booleans(),

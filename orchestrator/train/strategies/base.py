@@ -80,6 +80,10 @@ class Strategy:
         """Undo the effects of a pass over dummy samples when the block ends."""
         yield
 
+    def rows_fit(self) -> bool:
+        """Return whether all tokens reached their experts in this attempt at a step, on all workers."""
+        return True
+
     def expert_grad_squares(self) -> Tensor | None:
         """Return squared norms of gradients that live on one worker each, zero for other workers' ones."""
         return None

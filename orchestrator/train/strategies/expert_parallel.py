@@ -16,6 +16,7 @@ from experts.balance import moe_layers
 from experts.context import MoEContext
 from experts.copies import CopiedGradients
 from experts.group import AsyncWork, Group
+from experts.tokens.bounds import ExchangeBounds
 from experts.tokens.exchange import GroupExchange
 from orchestrator.tasks.task import Task
 from orchestrator.train.parts.optim import norm_of_gradients
@@ -81,6 +82,16 @@ class ExpertParallelStrategy(Strategy):
 
     def experts_changed(self) -> None:
         self._find_parameters()
+        if self.context.bounds is not None:
+            self.context.bounds.forget()
+
+    def bound_rows(self) -> None:
+        """Send a bounded number of rows between hosts in training, so that no host waits for counts."""
+        self.context.bounds = ExchangeBounds(self.world.device)
+
+    def rows_fit(self) -> bool:
+        bounds = self.context.bounds
+        return bounds is None or bounds.end_attempt(self._exchange.group)
 
     def set_trained(self, parameters: Sequence[Tensor]) -> None:
         self._trained_ids = {id(p) for p in parameters}
@@ -99,6 +110,8 @@ class ExpertParallelStrategy(Strategy):
         self.model.zero_grad(set_to_none=True)
         self.world.broadcast(self._buffers)
         self._exchange.meter.take()  # drop the costs of an evaluation
+        if self.context.bounds is not None:
+            self.context.bounds.begin_attempt()
         self._all_reduce.begin_step()
 
     @contextmanager

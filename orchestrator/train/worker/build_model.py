@@ -199,8 +199,13 @@ def _build_expert_parallel(
     buffers = _broadcast_buffers(config)
     if plan.sharding.value != "none":
         keep_parameters = plan.sharding.value == "zero2"
-        return ShardedDenseStrategy(model, task, world, chunks, keep_parameters, buffers)
-    return ExpertParallelStrategy(model, task, world, chunks, config.parallel.bucket_cap_mb, buffers)
+        strategy = ShardedDenseStrategy(model, task, world, chunks, keep_parameters, buffers)
+    else:
+        bucket_mb = config.parallel.bucket_cap_mb
+        strategy = ExpertParallelStrategy(model, task, world, chunks, bucket_mb, buffers)
+    if config.parallel.exchange_rows == "bounded":
+        strategy.bound_rows()
+    return strategy
 
 
 def _build_fsdp(config: Config, plan: Plan, task: Task, world: World, model: nn.Module) -> Strategy:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.record.events import Event, by_step, of_kind
+from experts.tokens import bounds
+from orchestrator.record.events import Event, by_step, of_kind, read_events
 from orchestrator.train.checkpoint.files import load
-from tests.train.worker.test_run import losses, train
+from tests.support.ranks import run_ranks
+from tests.train.worker.test_run import config_of, losses, run_rank, train
 
 PLAIN: dict[str, Any] = {
     "experts": 5,
@@ -40,6 +42,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "the gate on the first host": (3, {"gate": "primary"}),
     "round robin, in chunks": (2, {"placement": "round_robin", "exchange_chunks": 2}),
     "recomputed": (2, {"activation_checkpointing": "on"}),
+    "bounded rows": (2, {"exchange_rows": "bounded"}),
+    "bounded rows, accumulated, in chunks": (
+        3,
+        {"exchange_rows": "bounded", "batch_size": 6, "exchange_chunks": 2},
+    ),
+    "bounded rows, recomputed": (2, {"exchange_rows": "bounded", "activation_checkpointing": "on"}),
+    "bounded rows of a sharded dense part": (3, {"exchange_rows": "bounded", "sharding": "zero3"}),
+    "bounded rows, the gate on the first host": (3, {"exchange_rows": "bounded", "gate": "primary"}),
     "a sharded dense part": (3, {"sharding": "zero3", "batch_size": 6}),
 }
 
@@ -139,3 +149,23 @@ def test_more_hosts_get_a_new_placement(tmp_path: Path) -> None:
     last = of_kind(events, "placement")[-1]
     assert last["method"] != "as before"
     assert {host for layer in last["layers"] for host in layer["host_of"]} == {0, 1, 2, 3}
+
+
+def run_rank_with_tight_bounds(rank: int, size: int, store: str, *arguments: Any) -> Any:
+    """Run a rank whose bounds have no slack: most steps have more rows than the one before."""
+    bounds._SLACK = 1.0
+    bounds._ROUND = 1
+    return run_rank(rank, size, store, *arguments)
+
+
+def test_a_step_with_more_rows_than_their_bound_is_repeated(
+    tmp_path: Path, reference: tuple[Path, list[Event]]
+) -> None:
+    settings = EXPERT_PARALLEL | {"exchange_rows": "bounded", "max_steps": 24}
+    config = config_of(tmp_path / "run", 2, **settings)
+    run_ranks(run_rank_with_tight_bounds, 2, config, None, None)
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    messages = [event["message"] for event in of_kind(events, "warning")]
+    repeated = [message for message in messages if "more rows than their bound" in message]
+    assert len(repeated) > 3
+    assert losses(events) == pytest.approx(losses(reference[1]), rel=1e-5)
