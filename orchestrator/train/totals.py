@@ -143,7 +143,7 @@ class TotalsReducer:
             self._metrics, self._num_experts = self.world.broadcast_value(name, layout)
         device = self.world.device
         # One vector: requests and exchange statistics, squared norms, then the sums themselves.
-        head = torch.tensor([*votes, *exchange_stats], dtype=torch.float64).to(device)
+        head = _to_device([*votes, *exchange_stats], device)
         squares = head.new_zeros(self._num_squares) if expert_grad_squares is None else expert_grad_squares
         vector = self.world.all_reduce(torch.cat([head, squares, self._pack(totals, device)]))
         squares_end = len(head) + self._num_squares
@@ -176,6 +176,13 @@ class TotalsReducer:
             by_layer = vector[num_scalars:].split(self._num_experts)
             loads = tuple(load.to(torch.int64) for load in by_layer)
         return Totals(loss, count, dict(zip(names, metrics, strict=True)), loads, samples=0)
+
+
+def _to_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return numbers of the host on the device, in fp64, without waiting for it."""
+    on_gpu = device.type == "cuda"
+    vector = torch.tensor(values, dtype=torch.float64, pin_memory=on_gpu)
+    return vector.to(device, non_blocking=on_gpu)
 
 
 def _as_vector(value: Any, device: torch.device) -> Tensor:
