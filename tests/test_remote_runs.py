@@ -269,8 +269,11 @@ def test_an_upload_that_fails_for_good_is_the_end_status_of_the_run(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch, 10**6)
-    with pytest.raises(TrainingFailed, match=f"its upload to {url} failed 6 times .*the storage is down"):
+    with pytest.raises(
+        TrainingFailed, match=f"its upload to {url} failed 6 times .*the storage is down"
+    ) as failed:
         fit(url, max_steps=6)
+    assert "not uploaded: checkpoints/step_00000006, " in str(failed.value)
     (folder,) = (tmp_path / "results").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "failed"

@@ -47,14 +47,17 @@ class RecordUpload:
             if name.startswith("logs/") and not with_logs:
                 continue
             with suppress(FileNotFoundError):  # replaced meanwhile, and uploaded the next time
-                status = path.stat()
-                version = (status.st_size, status.st_mtime_ns)
+                version = _version(path)
                 if self._seen.get(name) != version:
                     self._remote.upload(path, name)
                     self._seen[name] = version
         # An object is written as a whole: the longer the events, the rarer they are uploaded.
         took_s = monotonic() - began_s
         self._next_s = monotonic() + max(_INTERVAL_SECONDS, took_s / _MAX_SHARE)
+
+    def not_uploaded(self) -> list[str]:
+        """Return the files whose present content is not in the remote folder, once the run has ended."""
+        return [name for name, path in _files(self._local) if self._seen.get(name) != _version(path)]
 
 
 def download_record(remote: RemoteFolder, local: Path) -> None:
@@ -96,6 +99,12 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
             path = folder / name
             if not _is_left_out(name) and path.is_file() and not path.is_symlink():
                 yield name, path
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Return size and time of a file."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _is_left_out(name: str) -> bool:

@@ -5,6 +5,7 @@ Settings are paths, and ``pathlib`` keeps one slash of two: ``as_url`` puts the 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -51,6 +52,19 @@ def location_text(location: str | Path) -> str:
 
 def scheme_of(url: str) -> str:
     return url.partition("://")[0]
+
+
+def upload_command(folder: Path, url: str) -> str | None:
+    """Return the command that copies the files of a local folder to an address; None if there is none."""
+    scheme, _, path = url.partition("://")
+    source = shlex.quote(str(folder))
+    target = shlex.quote(path if scheme == "file" else url)
+    commands = {
+        "s3": f"aws s3 sync {source} {target}",
+        "gs": f"gcloud storage rsync --recursive {source} {target}",
+        "file": f"cp -r {source}/. {target}",
+    }
+    return commands.get(scheme)
 
 
 def check_address(name: str, location: str | Path | None) -> None:

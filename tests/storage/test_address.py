@@ -9,7 +9,13 @@ import pytest
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.storage import address
-from orchestrator.storage.address import as_url, check_address, location_text, refuse_address
+from orchestrator.storage.address import (
+    as_url,
+    check_address,
+    location_text,
+    refuse_address,
+    upload_command,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +79,16 @@ def test_a_verb_that_needs_a_disk_refuses_an_address() -> None:
     refuse_address("--tuned", Path("results/sweep"))
     with pytest.raises(UserError, match="--tuned is s3://bucket/sweep; a folder on a disk was needed"):
         refuse_address("--tuned", Path("s3://bucket/sweep"))
+
+
+@pytest.mark.parametrize(
+    ("url", "command"),
+    [
+        ("s3://bucket/run1", "aws s3 sync 'results/run 1' s3://bucket/run1"),
+        ("gs://bucket/run1", "gcloud storage rsync --recursive 'results/run 1' gs://bucket/run1"),
+        ("file:///mnt/x/run1", "cp -r 'results/run 1'/. /mnt/x/run1"),
+        ("memory://run1", None),
+    ],
+)
+def test_a_folder_is_uploaded_by_a_command_of_its_storage(url: str, command: str | None) -> None:
+    assert upload_command(Path("results/run 1"), url) == command

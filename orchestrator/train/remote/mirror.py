@@ -23,6 +23,7 @@ from time import monotonic
 from orchestrator.errors import CheckpointDamaged, TrainingFailed
 from orchestrator.record.log import Log
 from orchestrator.record.remote_record import RecordUpload
+from orchestrator.storage.address import upload_command
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.checkpoint.files import MANIFEST
 from orchestrator.train.checkpoint.store import CheckpointStore
@@ -39,6 +40,7 @@ from orchestrator.types import first_line
 _LOOK_SECONDS = 1.0
 _LOUD_FAILURES = 5
 """Failures in a row after which a warning says what is at stake."""
+_MAX_NAMES = 3
 _LINKS = ".upload"
 """Folder of hard links to the checkpoint that is being uploaded: the run may remove its own names."""
 
@@ -100,10 +102,25 @@ class Mirror:
         self.stop()
         error = self._try_often(self._upload_all)
         if error is not None:
+            url = self._remote.url
+            command = upload_command(self._local, url)
+            how = f"upload it with: {command}" if command else "copy that folder there"
             raise TrainingFailed(
-                f"the run ended, but its upload to {self._remote.url} failed {TRIES} times "
-                f"({first_line(error, None)}); all of it is in {self._local}: copy that folder there"
+                f"the run ended, but its upload to {url} failed {TRIES} times ({first_line(error, None)}); "
+                f"not uploaded: {self._not_uploaded()}. All of it is in {self._local}; {how}"
             )
+
+    def _not_uploaded(self) -> str:
+        """Return what is on this machine alone: checkpoints and files of the record, for people."""
+        names = [
+            f"{CHECKPOINTS}/{path.name}"
+            for number, (step, path) in enumerate(self._store.newest_first())
+            if (number == 0 or step == self._best_step) and _identity(step, path) not in self._uploaded
+        ]
+        names += self._record.not_uploaded()
+        shown = names[:_MAX_NAMES]
+        more = [f"{len(names) - _MAX_NAMES} more files"] if len(names) > _MAX_NAMES else []
+        return ", ".join([*shown, *more]) or "nothing of it; older checkpoints are not removed"
 
     def _run(self) -> None:
         wait_s = 0.0
@@ -212,8 +229,7 @@ class Mirror:
 
     def _upload_checkpoint(self, step: int, path: Path, is_newest: bool) -> None:
         try:
-            status = (path / MANIFEST).stat()
-            identity = (step, status.st_ino, status.st_mtime_ns)
+            identity = _identity(step, path)
             if identity in self._uploaded:
                 return
             links = _link_files(path, self._local / _LINKS / path.name)
@@ -234,6 +250,12 @@ class Mirror:
         relative_path = f"{CHECKPOINTS}/{path.name}"
         self._write("upload", step=step, path=relative_path, bytes=num_bytes, seconds=seconds)
         self._checkpoints.retain(self._keep, self._best_step)
+
+
+def _identity(step: int, path: Path) -> tuple[int, int, int]:
+    """Return what tells a checkpoint from others of the run. Raises ``FileNotFoundError`` if it is gone."""
+    status = (path / MANIFEST).stat()
+    return step, status.st_ino, status.st_mtime_ns
 
 
 def _link_files(source: Path, target: Path) -> Path:

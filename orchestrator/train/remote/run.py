@@ -30,6 +30,7 @@ from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.retry import retried
 from orchestrator.train.worker.run import record_failure
 from orchestrator.train.worker.run_dir import how_to_resume, new_folder, write_remote
+from orchestrator.types import first_line
 
 
 @dataclass
@@ -59,12 +60,24 @@ class RemoteRun:
             self.mirror.stop()
             raise
         self.mirror.finish_checkpoints()
-        self._complete_local()
+        self._complete_local(log)
 
-    def _complete_local(self) -> None:
+    def _complete_local(self, log: Log) -> None:
         """Download the last checkpoint, and the best one, if the hosts have kept none on this disk."""
-        if self.mirror.hosts_upload:
-            retried(lambda: download_newest(self.folder, self.local, lambda message: None))  # noqa: ARG005
+        if not self.mirror.hosts_upload:
+            return
+
+        def warn(message: str) -> None:
+            log.write("warning", kind="checkpoint", message=message.removeprefix("warning: "))
+
+        try:
+            retried(lambda: download_newest(self.folder, self.local, warn))
+        except (RemoteError, OSError) as error:
+            raise TrainingFailed(
+                f"the run ended, and its checkpoints are in {self.folder.url}, but the last one could not be "
+                f"downloaded to {self.local}, to build the model of the run ({first_line(error, None)}); "
+                f"evaluate it with: orchestrator evaluate {self.folder.url}"
+            ) from None
 
     @contextmanager
     def closing(self, note: Callable[[str], None]) -> Iterator[None]:

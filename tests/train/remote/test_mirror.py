@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,13 @@ from uuid import uuid4
 
 import pytest
 
+from orchestrator.errors import TrainingFailed
 from orchestrator.record.log import SilentLog
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.remote import mirror
+from orchestrator.train.remote import mirror, retry
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.mirror import Mirror
 from tests.support.checkpoints import save_checkpoint, small_contents
@@ -246,3 +248,30 @@ def test_a_file_system_without_hard_links_gets_copies(
     uploads = Mirror(tmp_path, folder)
     uploads.finish()
     assert published(folder) == [4]
+
+
+def test_the_last_error_names_what_is_on_this_machine_alone(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
+    run_dir = tmp_path / "run 1"
+    store = CheckpointStore(run_dir / "checkpoints")
+    save(store, 4)
+    (run_dir / "events.jsonl").write_text("{}\n")
+    (run_dir / "config.yaml").write_text("task: digits\n")
+    uploads = Mirror(run_dir, RemoteFolder(f"file://{tmp_path}/there"))
+    uploads.finish()
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write("{}\n")
+
+    def refuse(name: str) -> None:
+        raise OSError(errno.EIO, f"cannot write {name}")
+
+    before_upload(monkeypatch, refuse)
+    with pytest.raises(TrainingFailed) as failed:
+        uploads.finish()
+    message = str(failed.value)
+    assert f"not uploaded: events.jsonl. All of it is in {run_dir}; upload it with: " in message
+    # The command does what it says.
+    subprocess.run(message.partition("upload it with: ")[2], shell=True, check=True)
+    assert (tmp_path / "there" / "events.jsonl").read_text() == "{}\n{}\n"
