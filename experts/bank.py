@@ -343,14 +343,6 @@ class ExpertBank(nn.Module):
         return copy.weights if parameter.requires_grad else copy.weights.detach()
 
 
-def refresh_copies(module: nn.Module) -> None:
-    """Write the copies of weights anew whose weights have changed."""
-    for bank in module.modules():
-        if isinstance(bank, ExpertBank):
-            for copy in bank.copies.values():
-                copy.refresh()
-
-
 def computing_dtype(x: Tensor) -> torch.dtype:
     """Return the type that experts compute in: that of autocast where it is on."""
     device = x.device.type

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts.bank import ExpertBank, refresh_copies
+from experts.bank import ExpertBank
 from experts.weight_copy import WeightCopy
 
 WIDTH = 16
@@ -121,14 +121,6 @@ def test_a_copy_follows_every_write_to_its_weights(write: Callable[[ExpertBank],
     after = run(copied)
     torch.testing.assert_close(after, run(plain), rtol=0, atol=0)
     assert not torch.equal(after, before)
-
-
-def test_compiled_code_has_its_copies_refreshed_from_outside() -> None:
-    copied = make_bank(with_copies=True)
-    scale_in_place(copied)
-    refresh_copies(nn.Sequential(copied))
-    for each in copied.copies.values():
-        assert torch.equal(each.weights.detach(), each.parameter.detach().bfloat16())
 
 
 def test_a_copy_is_not_used_where_products_have_another_type() -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from experts.bank import ExpertBank, refresh_copies
+from experts.bank import ExpertBank
 from experts.gate import Gate
 from orchestrator.config.settings import CompileMode, CompileParts
 from orchestrator.errors import UserError
 from orchestrator.train.heartbeat import Heartbeat, Phase
+from orchestrator.train.parts.weight_copies import WeightCopies
 
 _TORCH_LOGGING: Any = importlib.import_module("torch._logging")
 _RECOMPILES = logging.getLogger("torch._dynamo.guards.__recompiles")
@@ -26,8 +27,11 @@ _WARN_AFTER = 8  # recompilations before the run warns that its shapes keep chan
 class Compiled:
     """The compiled modules of a model, and the reasons for which they were compiled again."""
 
-    def __init__(self, model: nn.Module, mode: CompileMode, parts: CompileParts) -> None:
+    def __init__(
+        self, model: nn.Module, mode: CompileMode, parts: CompileParts, copies: WeightCopies | None = None
+    ) -> None:
         self.modules = _modules_to_compile(model, parts)
+        self._copies = copies
         self._mode = mode
         self._parts: CompileParts = parts
         self.recompile_reasons: list[str] = []
@@ -45,7 +49,8 @@ class Compiled:
         compiled = torch.compile(_call_of(module), mode=mode)
 
         def call(*arguments: Any, **keywords: Any) -> Any:
-            refresh_copies(module)  # compiled code cannot find out that weights were written
+            if self._copies is not None:
+                self._copies.refresh()  # compiled code cannot find out that weights were written
             return compiled(*arguments, **keywords)
 
         handle._compiled_call_impl = call

@@ -46,7 +46,7 @@ class WeightCopies:
         return [copy.weights for copy in self._copies]
 
     def drop(self) -> None:
-        """Let the banks compute with their weights again, as whatever follows the training expects."""
+        """Let the banks compute with their weights again: a later optimizer may not write copies."""
         for copy in self._copies:
             copy.release()
         for bank in _unshared_banks(self._model):
@@ -55,7 +55,7 @@ class WeightCopies:
         self._optimizer.copies = {}
 
     def refresh(self) -> None:
-        """Write the copies anew whose weights have changed."""
+        """Write those copies anew whose weights have changed."""
         for copy in self._copies:
             copy.refresh()
 

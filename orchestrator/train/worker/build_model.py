@@ -116,10 +116,11 @@ def build_parts(
         layer.bank.recomputes = config.device.recompute_experts and not plan.activation_checkpointing.value
     if plan.activation_checkpointing.value:
         recompute_blocks(model, None if plan.compile.value else strategy.context)
+    optimizer = build_optimizer(config, plan, task, model)
+    copies = _weight_copies(plan, world, model, optimizer)
     compiled = None
     if plan.compile.value:
-        compiled = Compiled(model, config.device.compile_mode, config.device.compile_parts)
-    optimizer = build_optimizer(config, plan, task, model)
+        compiled = Compiled(model, config.device.compile_mode, config.device.compile_parts, copies)
     return ModelParts(
         model,
         strategy,
@@ -127,7 +128,7 @@ def build_parts(
         Precision(plan.precision.value, world.device),
         compiled,
         EvolutionState() if _experts_change(plan, experts) else None,
-        _weight_copies(plan, world, model, optimizer),
+        copies,
     )
 
 

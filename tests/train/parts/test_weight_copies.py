@@ -146,7 +146,7 @@ def test_compiled_code_computes_with_weights_that_were_written(monkeypatch: pyte
     monkeypatch.setattr(torch, "compile", compiled_call)
     stepper, _ = make(copies=True)
     plain, _ = make(copies=False)
-    compiled = Compiled(stepper.strategy.model, "default", "all")
+    compiled = Compiled(stepper.strategy.model, "default", "all", stepper.copies)
     tokens = torch.arange(8).unsqueeze(0)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         for model in (stepper.strategy.model, plain.strategy.model):
