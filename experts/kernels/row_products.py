@@ -24,15 +24,16 @@ else:
 
 _ALL = slice(None)
 SIZE_MULTIPLE = 64
-"""The inner and the outer size of a matrix must be multiples of this: a tile never leaves its matrix."""
+"""The inner and the outer size of a matrix must be multiples of this: the kernel reads whole blocks."""
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel works: it needs the tensor memory accelerator, and 192 KiB of shared memory.
 
-    Hopper and the data-center GPUs of Blackwell have both, others half of that memory."""
-    if device.type != "cuda" or dtype not in _DTYPES:
+    Hopper and the data-center GPUs of Blackwell have both, others half of that memory. GPUs of AMD, which
+    have neither, count their generations by the same numbers."""
+    if device.type != "cuda" or dtype not in _DTYPES or torch.version.hip is not None:
         return False
     major, _ = torch.cuda.get_device_capability(device)
     return major in (9, 10)
