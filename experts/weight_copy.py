@@ -16,14 +16,14 @@ class WeightCopy:
     """The weights of a parameter in a shorter type: a leaf of the graph in the parameter's place.
 
     Its gradient is handed to the parameter when it is complete. Every write to the parameter counts up its
-    version, so a copy that was written before is found out and written again. Writes through
+    version, so an outdated copy is noticed and written again. Writes through
     ``parameter.data`` and those of torch's fused optimizers are not counted: the optimizer of a copied
     parameter must be one that calls ``written``. A pass that uses the weights twice sums their gradients
     in the shorter type."""
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         self.parameter = parameter
-        # The gradient of a pass keeps the type of the products that it is the result of.
+        # The parameter accepts gradients in the shorter type, as the products give them.
         parameter.grad_dtype = None
         self.weights = parameter.detach().to(dtype).requires_grad_()
         self.keeps_short_gradient = False
@@ -31,9 +31,9 @@ class WeightCopy:
         self.weights.register_post_accumulate_grad_hook(_handing_over(self))
 
     def release(self) -> None:
-        """Let the parameter have gradients of its own type only, as before there was a copy.
+        """Restrict the gradients of the parameter to its own type again.
 
-        The gradient that it has is dropped: it may be of the shorter type."""
+        The present gradient is dropped: it may be of the shorter type."""
         self.parameter.grad = None
         self.parameter.grad_dtype = self.parameter.dtype
 
@@ -49,7 +49,7 @@ class WeightCopy:
         self.written()
 
     def written(self) -> None:
-        """Take the copy for the weights that the parameter has now: both were written."""
+        """Note that parameter and copy were both written, and are equal."""
         self._source = self._parameter_state()
 
     def _parameter_state(self) -> tuple[int, int, torch.device]:
@@ -57,7 +57,7 @@ class WeightCopy:
         return parameter._version, parameter.data_ptr(), parameter.device
 
     def hand_over_gradient(self, weights: Tensor) -> None:
-        """Add the gradient of a pass to the parameter's: in the parameter's type, unless a step has one."""
+        """Add the gradient of a pass to the parameter's. In steps of several passes, sum in its type."""
         gradient = weights.grad
         weights.grad = None
         assert gradient is not None

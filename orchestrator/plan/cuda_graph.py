@@ -17,7 +17,7 @@ _LONGEST_STEP_S = 0.010
 
 @dataclass(frozen=True)
 class StepForm:
-    """What the plan knows of a step."""
+    """Properties of a step that the plan knows."""
 
     gpu: Gpu | None
     workers: int

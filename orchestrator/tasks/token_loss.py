@@ -37,7 +37,7 @@ _TILE = Tile(rows=1, columns=4096, warps=8)
 class TokenLoss(NamedTuple):
     """The sum of the tokens' losses, and the number of tokens whose best guess is right.
 
-    The latter is counted without gradients alone: it costs a pass over all logits."""
+    The number is None in training: it costs a pass over all logits."""
 
     sum: Tensor
     num_correct: Tensor | None
@@ -52,7 +52,9 @@ def has_large_logits(hidden_TD: Tensor, vocabulary: int) -> bool:
 
 
 def token_loss(hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor) -> TokenLoss:
-    """Return the cross-entropy of ``hidden_TD @ output_VD.T`` against the targets, as a sum."""
+    """Return the cross-entropy of ``hidden_TD @ output_VD.T`` against the targets, as a sum.
+
+    Each target must be a row of ``output_VD``: none is ignored."""
     dtype = computing_dtype(hidden_TD)
     with without_autocast(hidden_TD):
         if torch.is_grad_enabled():

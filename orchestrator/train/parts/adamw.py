@@ -1,8 +1,8 @@
 """AdamW that scales gradients itself, and writes the copies of weights that the next forward pass needs.
 
 Large parameters are updated by a kernel of Triton on a GPU: it reads weight, gradient and averages once and
-writes weight, averages and copy once, which is all that the memory has to do. Small ones are left to torch,
-whose kernel takes many of them at a time. ``update_plain`` is the kernel in plain torch."""
+writes weight, averages and copy once. Small ones are left to torch, whose kernel takes many of them at a
+time. ``update_plain`` is the kernel in plain torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ else:
     tl = None  # until the first launch
 
 LARGE = 2**22
-"""Elements of a parameter from which on a launch of its own costs nothing next to the update."""
+"""Parameters with at least so many elements get a launch of their own, which is short next to the update."""
 _TILE = Tile(rows=1, columns=2048, warps=8)
 _STEP_SIZE, _ROOT, _DECAY, _FACTOR, _SKIPPED = range(5)  # columns of the numbers of an update
 

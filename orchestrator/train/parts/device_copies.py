@@ -26,7 +26,7 @@ class MoveToDevice:
 
 @dataclass(frozen=True)
 class _StartedCopy:
-    """A batch on its way to the device; a call lets the current stream wait for it, not the host."""
+    """A batch that is being copied to the device. A call lets the current stream wait, not the host."""
 
     batch: Any
     copied: Any
@@ -37,16 +37,16 @@ class _StartedCopy:
         current = torch.cuda.current_stream(self.device)
         current.wait_event(self.copied)
         for tensor in tensors_of(self.batch):
-            # Its memory belongs to the other stream, which must not use it again before this one is done.
+            # The memory belongs to the stream of the copy, which must not reuse it before this one is done.
             tensor.record_stream(current)
         return self.batch
 
 
 def start_copy(batch: Any, device: torch.device) -> Callable[[], Any]:
-    """Start the copy of a loaded batch to a GPU, on a stream of its own; return what fetches it.
+    """Start the copy of a loaded batch to a GPU, on a stream of its own; return a function that fetches it.
 
-    Without memory for it, the batch is copied when it is fetched: there, a step can recover."""
-    # What is on a GPU already may still be computed there, on a stream that the copy would not wait for.
+    Without memory for it, the batch is copied when it is fetched: a step can recover there."""
+    # A tensor on a GPU may still be computed, on a stream that the stream of the copy does not wait for.
     is_on_host = all(tensor.device.type == "cpu" for tensor in tensors_of(batch))
     if device.type != "cuda" or not is_on_host or not _shows_its_tensors(batch):
         return MoveToDevice(batch, device)

@@ -95,7 +95,7 @@ class StepGraphs:
         return graph.repeat().copied()
 
     def drop(self) -> None:
-        """Drop all graphs: what they read was replaced. New ones are captured after a warm-up."""
+        """Drop all graphs, as the tensors that they read were replaced. New ones follow after a warm-up."""
         self._num_seen.clear()
         self._state.take()
         if self._graphs:

@@ -1,4 +1,4 @@
-"""What keeps a step from being captured, as far as it is known before the first step."""
+"""Obstacles to the capture of steps that are known before the first step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPTIMIZERS = (AdamW, torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 def find_obstacle(
     strategy: Strategy, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device
 ) -> str | None:
-    """Return why the steps of this model cannot be captured; None if nothing speaks against it."""
+    """Return why the steps of this model cannot be captured; None if there is no known obstacle."""
     if hasattr(strategy.task, "prepare_step"):
         return "the task looks at each step before it is trained (prepare_step)"
     hook = find_hook(strategy.model)

@@ -22,7 +22,9 @@ _MAX_DEPTH = 3  # of lists, dicts and objects in each other
 _OURS = ("orchestrator.", "experts.", "torch.")  # known not to matter, or watched otherwise
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
-_OF_GROUP = frozenset({"params", "lr", "capturable"})  # the parameters, and what a capture sets
+_OF_GROUP = frozenset(
+    {"params", "lr", "capturable"}
+)  # the parameters, and the settings that a capture replaces
 _PARTS = ("_parameters", "_buffers", "_modules")
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _MISSING = object()
@@ -51,7 +53,7 @@ class PythonState:
         self._hooks = [hooks for module in self._model.modules() for hooks in _hooks_of(module)]
 
     def change(self) -> str | None:
-        """Return the name of a value that is another one now; None if all are the same."""
+        """Return the name of a value that has changed since; None if none has."""
         # A loop over some hundred values, before each replay: it does little for each of them.
         for index, (values, key, before, content) in enumerate(self._values):
             value = values.get(key, _MISSING)
@@ -69,7 +71,7 @@ class PythonState:
         return "the hooks of a module" if any(self._hooks) else None
 
     def _places(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Yield what a step may read: the name of its owner, a dict, and the key in it."""
+        """Yield the places that a step may read: the name of the owner, a dict, and a key of it."""
         for owner, own in self._attributes():
             yield from ((owner, own, key) for key in own if key not in _OF_TORCH)
         for owner, parts in self._parts():

@@ -33,7 +33,7 @@ class Recorder(Protocol):
         ...
 
     def forget(self) -> None:
-        """Release the memory of the recorded functions, which nobody calls any more."""
+        """Release the memory of the recorded functions. They must not be called again."""
         ...
 
 
@@ -91,7 +91,7 @@ class CudaRecorder:
                 graph.capture_end()
 
     def _clean_up(self) -> None:
-        """Undo what torch leaves behind if a capture fails: its allocator and generator still capture."""
+        """End the capture of torch's allocator and generator, which go on after a capture that failed."""
         index = self._device.index or 0
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, self._pool)

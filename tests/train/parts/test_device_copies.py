@@ -1,4 +1,4 @@
-"""Tests of copies to the device: what is copied early, and what is not. GPU tests run the copies."""
+"""Tests of the choice of batches that are copied to the device early. GPU tests run the copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_batch_for_the_cpu_is_fetched_as_it_is() -> None:
 
 
 def test_a_batch_that_hides_tensors_is_not_copied_early() -> None:
-    """Nobody could tell the other stream that their memory is in use."""
+    """The stream of the copy would reuse their memory while the step still reads it."""
 
     class Encoding(UserDict[str, Any]):
         def to(self, device: torch.device) -> Encoding:

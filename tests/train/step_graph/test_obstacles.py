@@ -1,4 +1,4 @@
-"""What keeps a step from being captured is named before the first step."""
+"""Obstacles to the capture of a step are named before the first step."""
 
 from __future__ import annotations
 
