@@ -151,30 +151,37 @@ def _compute_backward(
     classes = _classes(matrices, counts_L, num_rows)
     inner_widths = [each.down_EHD.shape[1] for each in classes]
     hidden_widths = [each.up_EDH.shape[2] for each in classes]
+    activated_tables = _new_tables(x_TD, num_rows, inner_widths)
+    d_hidden_tables = _new_tables(x_TD, num_rows, hidden_widths)
     tables = zip(
         classes,
         _tables(hidden, num_rows, hidden_widths),
         _new_tables(x_TD, num_rows, inner_widths),
-        _new_tables(x_TD, num_rows, inner_widths),
-        _new_tables(x_TD, num_rows, hidden_widths),
+        activated_tables,
+        d_hidden_tables,
         strict=True,
     )
     grad_RD = fused.copy_rows(grad_TD, row_TK, num_rows)
-    rows_RD = fused.copy_rows(x_TD, row_TK, num_rows) if trains_experts else None
     d_rows_RD = torch.empty_like(grad_RD)
     d_weights_R = torch.zeros_like(weights_R)  # rows that are left out have weights of other hosts' experts
-    d_matrices: list[Tensor] = []
     for each, hidden_RH, grad_RH, activated_RH, d_hidden_RH in tables:
         row_product(grad_RD, each.down_EHD.transpose(1, 2), each.tiles, None, grad_RH)
         gradients = SwigluGradients(d_hidden_RH, d_weights_R, activated_RH)
         fused.write_swiglu_gradients(grad_RH, hidden_RH, weights_R, gradients, each.span)
         row_product(d_hidden_RH, each.up_EDH.transpose(1, 2), each.tiles, None, d_rows_RD)
-        if rows_RD is not None:
-            product = _first_rows_product if each is classes[0] else weight_gradient
-            d_up_EDH = product(rows_RD, d_hidden_RH, each.tiles)
-            d_down_EHD = product(activated_RH, grad_RD, each.tiles)
-            d_matrices += [d_up_EDH, d_down_EHD]
-    return fused.add_rows(d_rows_RD, row_TK), d_weights_R, d_matrices
+    d_x_TD = fused.add_rows(d_rows_RD, row_TK)
+    if not trains_experts:
+        return d_x_TD, d_weights_R, []
+    del tables, grad_RH, d_rows_RD  # the rows of the tokens take their memory
+    rows_RD = fused.copy_rows(x_TD, row_TK, num_rows)
+    d_matrices: list[Tensor] = []
+    for each, activated_RH, d_hidden_RH in zip(classes, activated_tables, d_hidden_tables, strict=True):
+        product = _first_rows_product if each is classes[0] else weight_gradient
+        d_matrices += [
+            product(rows_RD, d_hidden_RH, each.tiles),
+            product(activated_RH, grad_RD, each.tiles),
+        ]
+    return d_x_TD, d_weights_R, d_matrices
 
 
 def _first_rows_product(left_RK: Tensor, right_RN: Tensor, tiles: RowTiles) -> Tensor:
