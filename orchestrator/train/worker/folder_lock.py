@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,31 +24,50 @@ The system does not refuse a lock to the process that holds it, and releases it 
 any descriptor of the file: a folder of this process must be refused before its file is opened."""
 
 
+_guard = threading.Lock()
+"""Held while a thread looks at a lock, takes it or releases it: each opens or closes the file."""
+
+
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder. The system releases it when the process ends, however it ends."""
-    held = _refuse_held_here(folder)
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+    with _guard:
+        held = _refuse_held_here(folder)
+        file = _opened_lock(folder)
+        _held_here.add(held)
+    try:
+        yield
+    finally:
+        with _guard:
+            file.close()
+            _held_here.discard(held)
+
+
+def _opened_lock(folder: Path) -> IO[str]:
+    """Open the file of the lock, take the lock, and write who holds it."""
+    file = (folder / LOCK).open("a+", encoding="utf-8")
+    try:
         _acquire(file, folder)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        _held_here.add(held)
-        try:
-            yield
-        finally:
-            _held_here.discard(held)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def check_unlocked(folder: Path) -> None:
     """Refuse a folder that a process trains into, this one or another."""
-    _refuse_held_here(folder)
-    try:
-        file = (folder / LOCK).open("r+", encoding="utf-8")
-    except OSError:
-        return  # No run yet, or a folder without permission to write, which is reported by its own check.
-    with file:
-        _acquire(file, folder)
+    with _guard:
+        _refuse_held_here(folder)
+        try:
+            file = (folder / LOCK).open("r+", encoding="utf-8")
+        except OSError:
+            # No run yet, or a folder without permission to write, which is reported by its own check.
+            return
+        with file:
+            _acquire(file, folder)
 
 
 def _refuse_held_here(folder: Path) -> tuple[int, Path]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,3 +61,31 @@ def test_a_second_run_in_the_process_is_refused_and_leaves_the_first_one_locked(
             pass
     with lock_holder(tmp_path):
         pass
+
+
+def test_of_two_threads_that_begin_at_once_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses a process no lock that it holds: both would train into the folder."""
+    lockf = fcntl.lockf
+    refusals: list[str] = []
+    second = threading.Thread(target=lambda: take())
+
+    def take() -> None:
+        try:
+            with folder_lock(tmp_path):
+                pass
+        except UserError as error:
+            refusals.append(str(error))
+
+    def lockf_while_another_begins(*arguments: Any) -> None:
+        monkeypatch.setattr(fcntl, "lockf", lockf)
+        second.start()
+        second.join(0.2)  # it ends here only if it is not kept waiting
+        lockf(*arguments)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf_while_another_begins)
+    with folder_lock(tmp_path):
+        second.join()
+    assert len(refusals) == 1
+    assert "still going on (in this process)" in refusals[0]
