@@ -7,6 +7,7 @@ known flag, or our name for a flag of another trainer.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
@@ -24,6 +25,7 @@ Options = TypeVar("Options")
 Positional = str | Sequence[str] | None
 """Options that may be given without their flags."""
 
+_NEGATIVE_NUMBER = re.compile(r"-\.?\d.*")
 _TRUTH_VALUES = frozenset(("true", "false", "yes", "no", "on", "off", "0", "1"))
 
 
@@ -99,7 +101,8 @@ def _with_positional(argv: Sequence[str], positional: Positional, types: Mapping
     rest: list[str] = []
     num_values = 0.0  # that the last flag still takes
     for token in argv:
-        if token.startswith("-"):
+        is_negative_number = bool(num_values) and _NEGATIVE_NUMBER.fullmatch(token) is not None
+        if token.startswith("-") and not is_negative_number:
             rest.append(token)
             num_values = _num_values(token, types)
         elif num_values:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.check import CheckOptions
+from orchestrator.cli.evaluate import EvaluateOptions
 from orchestrator.cli.init import InitOptions
 from orchestrator.cli.plan import PlanOptions
 from orchestrator.cli.report import ReportOptions
@@ -201,3 +202,10 @@ def test_values_of_flags_are_not_taken_for_values_without_one() -> None:
     assert options == WatchOptions(Path("run"), interval=2.0)
     reported = read_options(ReportOptions, ["--out", "c", "a", "b"], "x", positional="folders")
     assert reported == ReportOptions((Path("a"), Path("b")), Path("c"))
+
+
+def test_a_negative_number_is_the_value_of_the_flag_before_it() -> None:
+    argv = ["--loader-workers", "-1", "results/run1"]
+    options, resolved = read_flags(EvaluateOptions, argv, "x", positional="checkpoint")
+    assert options.checkpoint == Path("results/run1")
+    assert resolved.config.data.loader_workers == -1
