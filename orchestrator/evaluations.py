@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,20 +91,30 @@ class CheckpointEvaluation:
         return self._end(prepared, fields)
 
     def run_on_workers(self, prepared: PreparedRun, cluster: Cluster) -> EvaluationResult:
-        from orchestrator.runtime.evaluation import evaluate_on_workers
+        from orchestrator.runtime.evaluation import EvaluationJob, evaluate_on_workers
 
         prepared = self._begin(prepared)
-        # All nodes that see the checkpoint see a folder beside it.
-        with TemporaryDirectory(prefix=".evaluation-", dir=self._checkpoint.path.parent) as folder:
+        with self._worker_folder() as folder:
+            job = EvaluationJob(folder, self._checkpoint, self._split, self._options)
             try:
-                fields = evaluate_on_workers(
-                    prepared, cluster, Path(folder), self._split, self._options, self.screen
-                )
+                fields = evaluate_on_workers(prepared, cluster, job, self.screen)
             except CheckpointDamaged as error:
                 raise self._damaged(error) from None
             finally:
                 self.screen.close()
         return self._end(prepared, fields)
+
+    @contextmanager
+    def _worker_folder(self) -> Iterator[Path]:
+        """Yield the folder that the workers write to."""
+        path = self._checkpoint.path
+        if self._checkpoint.remote is not None:
+            # The copy of the run, which is removed at the end. Workers that do not see it need files of it.
+            yield path.parent.parent
+            return
+        # All nodes that see the checkpoint see a folder beside it.
+        with TemporaryDirectory(prefix=".evaluation-", dir=path.parent) as folder:
+            yield Path(folder)
 
     def _begin(self, prepared: PreparedRun) -> PreparedRun:
         """Show what is evaluated. Return the plan with the batches of the run's own evaluations."""
@@ -142,7 +153,7 @@ class CheckpointEvaluation:
         plan = prepared.plan
         checkpoint = self._checkpoint
         content = {
-            "checkpoint": checkpoint.location.rpartition("/")[2],
+            "checkpoint": checkpoint.name,
             "step": fields["step"],
             "split": self._split,
             "weights": "ema" if config.optim.evaluate_ema else "trained",

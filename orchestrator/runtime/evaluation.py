@@ -7,7 +7,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -19,7 +19,13 @@ from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
 from orchestrator.record.evaluation_screen import EvaluationScreen
-from orchestrator.runtime.bootstrap import NONCE_FILE, Assignment, masked_errors, prepare_worker
+from orchestrator.runtime.bootstrap import (
+    NONCE_FILE,
+    Assignment,
+    masked_errors,
+    prepare_worker,
+    worker_folder,
+)
 from orchestrator.runtime.cluster.session import wait_for_slots
 from orchestrator.runtime.data_parallel.fit import WorkerGroup
 from orchestrator.runtime.data_parallel.worker import form_world
@@ -27,7 +33,10 @@ from orchestrator.runtime.driver import make_assignment, placement_groups, remov
 from orchestrator.runtime.failures import final_error
 from orchestrator.runtime.ray_internals import train_context
 from orchestrator.runtime.recovery import GiveUp
+from orchestrator.runtime.shared_folder import open_link
 from orchestrator.tasks.generation import GenerationOptions
+from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.remote.opened_checkpoint import OpenedCheckpoint
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.types import counted
 
@@ -38,34 +47,45 @@ _RETRIED = ("worker", "communication")
 """Failures that need not happen again."""
 
 
+@dataclass(frozen=True)
+class EvaluationJob:
+    """An evaluation of one split of the data on a checkpoint."""
+
+    folder: Path
+    """The folder of the driver that the workers write to."""
+    checkpoint: OpenedCheckpoint
+    split: str
+    options: GenerationOptions
+
+
 def evaluate_on_workers(
-    prepared: PreparedRun,
-    cluster: Cluster,
-    folder: Path,
-    split: str,
-    options: GenerationOptions,
-    screen: EvaluationScreen,
+    prepared: PreparedRun, cluster: Cluster, job: EvaluationJob, screen: EvaluationScreen
 ) -> dict[str, Any]:
     """Evaluate a checkpoint; return what ``evaluate_checkpoint`` does.
 
-    ``folder`` is an empty one that all nodes see."""
+    Where a node does not see the driver's copy of a remote checkpoint, each node downloads its own."""
     config = prepared.resolved.config
-    logs = folder / "logs"
+    logs = job.folder / "logs"
     logs.mkdir()
     (logs / NONCE_FILE).write_text(uuid.uuid4().hex, encoding="utf-8")
     workers = prepared.plan.workers.value
     gpu = uses_gpus(config, cluster)
-    work = partial(evaluate_worker, split=split, options=options)
-    assignment = make_assignment(prepared, folder)
+    if cluster.autoscaling:
+        wait_for_slots(workers, gpu, config.parallel.resource_timeout, screen.note)
+    remote = job.checkpoint.remote
+    link = open_link(job.folder, remote, gpu) if remote is not None else None
+    if link is not None:
+        screen.note("the nodes share no disk: each of them downloads the checkpoint")
+    name = job.checkpoint.name
+    work = partial(evaluate_worker, checkpoint=name, split=job.split, options=job.options)
+    assignment = replace(make_assignment(prepared, job.folder), link=link)
     attempts_left = _ATTEMPTS
     while True:
-        if cluster.autoscaling:
-            wait_for_slots(workers, gpu, config.parallel.resource_timeout, screen.note)
         screen.note(f"starting {counted(workers, 'worker')} ...")
         groups_before = placement_groups()
         with closing(WorkerGroup(work, assignment, workers, gpu)) as group:
             while not group.wait(_POLL_SECONDS):
-                _show_progress(folder / _PROGRESS_FILE, screen)
+                _show_progress(job.folder / _PROGRESS_FILE, screen)
         failure = group.failure
         if failure is None:
             return group.value
@@ -75,21 +95,39 @@ def evaluate_on_workers(
             reason = f"{failure.message}; the checkpoint is as it was: start the evaluation again"
             raise final_error(failure, group.error, GiveUp(reason))
         screen.note(f"{failure.message}: the evaluation begins again")
+        if cluster.autoscaling:
+            wait_for_slots(workers, gpu, config.parallel.resource_timeout, screen.note)
 
 
-def evaluate_worker(config: dict[str, Any], split: str, options: GenerationOptions) -> dict[str, Any]:
-    """Evaluate as one worker. The driver receives the result of rank 0, and the exception of any rank."""
+def evaluate_worker(
+    config: dict[str, Any], checkpoint: str, split: str, options: GenerationOptions
+) -> dict[str, Any]:
+    """Evaluate as one worker. The driver receives the result of rank 0, and the exception of any rank.
+
+    ``checkpoint`` is its name in the remote folder, if there is one."""
     from orchestrator.train.worker.checkpoint_evaluation import evaluate_checkpoint
 
     context = train_context()
     rank = context.get_world_rank()
     with masked_errors(secret_values()):
         assignment: Assignment = ray.get(config["assignment"])
-    with masked_errors(assignment.prepared.hidden):
+    with masked_errors(assignment.prepared.hidden), worker_folder(assignment, rank) as folder:
+        assignment = folder.assignment
         prepared = _prepare(assignment, rank, split)
+        store = None
+        if assignment.link is not None:
+            store = folder.open_store(assignment.run_dir / "checkpoints", repair=False)
+            prepared = _with_downloaded(prepared, store, checkpoint)
         on_batch = _progress_writer(assignment.run_dir, rank)
         with form_world(prepared, rank, context.get_world_size()) as world:
-            return evaluate_checkpoint(prepared, world, on_batch, options)
+            return evaluate_checkpoint(prepared, world, on_batch, options, store)
+
+
+def _with_downloaded(prepared: PreparedRun, store: CheckpointStore, checkpoint: str) -> PreparedRun:
+    """Return the run with the copy of the checkpoint that this node has downloaded."""
+    path = store.fetch_named(checkpoint)
+    resolved = prepared.resolved
+    return replace(prepared, resolved=replace(resolved, config=resolved.config.but(resume=str(path))))
 
 
 def _prepare(assignment: Assignment, rank: int, split: str) -> PreparedRun:

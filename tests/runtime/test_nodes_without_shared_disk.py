@@ -4,6 +4,7 @@ Each node has an empty disk of its own where the driver has its run folder, and 
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -19,7 +20,16 @@ from uuid import uuid4
 import pytest
 
 from orchestrator.record.events import Event, by_step, of_kind, read_events
-from tests.support.cli_runs import QUIET, SIZES, finish_run, kill_worker, losses, single_process_losses
+from orchestrator.storage.folder import RemoteFolder
+from tests.support.cli_runs import (
+    QUIET,
+    SIZES,
+    complete,
+    finish_run,
+    kill_worker,
+    losses,
+    single_process_losses,
+)
 from tests.support.cluster import RayCluster, can_have_private_disks, local_cluster
 from tests.support.object_server import ObjectServer
 
@@ -150,6 +160,20 @@ def test_expert_hosts_survive_a_lost_main_host_and_a_lost_driver(
     driver.wait_for(lambda: driver.count("upload") > uploads)
     acknowledged = driver.kill()
     check_resumed(start(cluster, url, *EXPERT_PARALLEL), acknowledged, calm)
+
+
+def test_each_node_downloads_the_checkpoint_that_is_evaluated(cluster: RayCluster, s3: ObjectServer) -> None:
+    url = s3.url(f"evaluation-{uuid4().hex}")
+    folder = cluster.folder / "drivers" / uuid4().hex[:8]
+    folder.mkdir()
+    complete(None, folder, ["train", "--run-dir", url, *SIZES, *QUIET, "--max-steps", "4"])
+    (run_dir,) = folder.glob("results/*")
+    (expected,) = of_kind(read_events(run_dir / "events.jsonl"), "evaluate")
+    output = complete(cluster, folder, ["evaluate", url, "--workers", "2"])
+    assert "the nodes share no disk: each of them downloads the checkpoint" in output
+    result = json.loads(RemoteFolder(url).read("checkpoints/step_00000004.validation.json", 2**20) or b"")
+    assert (result["workers"], result["samples"]) == (2, expected["samples"])
+    assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
 def test_a_run_folder_on_a_disk_that_nodes_do_not_share_is_refused(cluster: RayCluster) -> None:

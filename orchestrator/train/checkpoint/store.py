@@ -99,6 +99,10 @@ class CheckpointStore:
         """Return where this node can read a checkpoint that the main host has listed."""
         return path
 
+    def fetch_named(self, name: str) -> Path:
+        """Return where this node can read the checkpoint in the folder with this name."""
+        return self.fetch(self.folder / name)
+
     def discard(self, unfinished: Path) -> None:
         """Remove the folder of a save that failed: half a checkpoint must not keep a disk full."""
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -15,7 +15,7 @@ from orchestrator.train.worker.run_dir import DOWNLOADED
 def local_copy(results: Path, url: str) -> Iterator[Path]:
     """Yield an empty folder for a copy of a remote run; errors of the block name its address.
 
-    It is below ``results``, where the workers of other nodes see it too, and removed at the end."""
+    It is below ``results``, which other nodes may see too, and removed at the end."""
     results.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=DOWNLOADED, dir=results) as name:
         copy = Path(name)

@@ -16,7 +16,12 @@ from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.checkpoint.files import manifest_bytes, step_name
 from orchestrator.train.checkpoint.hashed_file import Hashes, no_progress
 from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, named_checkpoint
+from orchestrator.train.remote.checkpoints import (
+    CHECKPOINTS,
+    RemoteCheckpoint,
+    RemoteCheckpoints,
+    named_checkpoint,
+)
 from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH, ask
 from orchestrator.train.remote.retry import retried
 
@@ -76,10 +81,13 @@ class NodeStore(CheckpointStore):
 
     def newest_first(self) -> list[tuple[int, Path]]:
         published = retried(self._checkpoints.newest_first)
-        return [
-            (checkpoint.step, self._downloaded / checkpoint.name / step_name(checkpoint.step))
-            for checkpoint in published
-        ]
+        return [(checkpoint.step, self._path_of(checkpoint)) for checkpoint in published]
+
+    def fetch_named(self, name: str) -> Path:
+        """Download a checkpoint by the name of its remote folder. Raises ``CheckpointDamaged``."""
+        checkpoint = named_checkpoint(name)
+        assert checkpoint is not None, name
+        return self.fetch(self._path_of(checkpoint))
 
     def fetch(self, path: Path) -> Path:
         """Download a checkpoint, unless a process of this node has. Raises ``CheckpointDamaged``."""
@@ -100,6 +108,10 @@ class NodeStore(CheckpointStore):
         published = retried(self._checkpoints.newest_first, on_wait)
         if any(checkpoint.step > step for checkpoint in published):
             ask(self._run_dir, ABANDON, f"{step}-{secrets.token_hex(4)}", b"", on_wait)
+
+    def _path_of(self, checkpoint: RemoteCheckpoint) -> Path:
+        """Return where a checkpoint is once it is downloaded."""
+        return self._downloaded / checkpoint.name / step_name(checkpoint.step)
 
     def _remove_downloaded(self) -> None:
         """Make room: all workers load the same checkpoint, one after the other."""

@@ -39,7 +39,12 @@ class OpenedCheckpoint:
     choice: str = ""
     """Why it was chosen, where the user named a run."""
     remote: RemoteFolder | None = None
-    """The remote folder with the run's checkpoints, if it was downloaded."""
+    """The remote folder of the run, if the checkpoint was downloaded."""
+
+    @property
+    def name(self) -> str:
+        """The name of its folder, the remote one if it was downloaded."""
+        return self.location.rstrip("/").rpartition("/")[2]
 
     def result_name(self, split: str) -> str:
         """Return the path or the address of the result, beside the checkpoint."""
@@ -49,7 +54,7 @@ class OpenedCheckpoint:
         """Raise UserError unless a result can be written beside the checkpoint."""
         try:
             if self.remote is not None:
-                self.remote.check_writable()
+                (self.remote / CHECKPOINTS).check_writable()
                 return
             probe = self.path.parent / ".writable"
             probe.touch()
@@ -68,7 +73,7 @@ class OpenedCheckpoint:
             write_json(Path(name), content)
             return
         data = json.dumps(content, indent=2, default=str).encode()
-        self.remote.write(name.rpartition("/")[2], data)
+        (self.remote / CHECKPOINTS).write(name.rpartition("/")[2], data)
 
 
 @contextmanager
@@ -117,7 +122,7 @@ def _download(run: RemoteFolder, checkpoint: RemoteCheckpoint | None, local: Pat
         path = checkpoints.download(checkpoint, local / CHECKPOINTS)
     except CheckpointDamaged as error:
         raise CheckpointDamaged(f"{remote.url}: {error}") from None
-    return OpenedCheckpoint(path, f"{remote.url}/{checkpoint.name}", choice, remote)
+    return OpenedCheckpoint(path, f"{remote.url}/{checkpoint.name}", choice, run)
 
 
 def _choose_step(steps: Sequence[int], record: Path) -> tuple[int, str]:

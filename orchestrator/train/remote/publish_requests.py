@@ -23,9 +23,9 @@ _TAKEN_SECONDS = 600.0
 
 
 def ask(run_dir: Path, verb: str, subject: str, content: bytes, on_wait: Callable[[], None]) -> None:
-    """Ask the driver, and wait until it has done it. Raises ``RemoteError`` if it could not.
+    """Send the driver a request, and wait for its answer. Raises ``RemoteError`` if the request failed.
 
-    ``subject`` is used once: an answer must not be that of an earlier request. ``on_wait`` is called
+    ``subject`` is used once, so that no answer of an earlier request is there. ``on_wait`` is called
     meanwhile, and may raise an error of its own."""
     request = run_dir / FOLDER / f"{verb}-{subject}{_REQUEST}"
     answer = request.with_suffix(_ANSWER)
@@ -52,9 +52,9 @@ class PublishRequest:
         return self._path.read_bytes()
 
     def answer(self, reason: str = "") -> None:
-        """Answer, with the reason of a failure. The main host has taken the answers of long before."""
+        """Answer, with the reason of a failure, and remove answers that the main host has taken long ago."""
         for old in self._path.parent.glob(f"*{_ANSWER}"):
-            # A late request of a group that was left must not take the answer from the next group.
+            # Not at once: the answer to a late request must not remove one that the main host waits for.
             if old.stat().st_mtime < time() - _TAKEN_SECONDS:
                 old.unlink(missing_ok=True)
         # In this order: a request without its answer would be carried out again.
@@ -66,7 +66,7 @@ def open_requests(run_dir: Path) -> list[PublishRequest]:
     """Return the requests without an answer, the oldest first."""
     paths = sorted((run_dir / FOLDER).glob(_OPEN), key=lambda path: path.stat().st_mtime_ns)
     for path in paths:
-        # A link that was not told of its arrival has sent it again.
+        # A link that has lost the reply sends a request again.
         if path.with_suffix(_ANSWER).exists():
             path.unlink(missing_ok=True)
     return [PublishRequest(path) for path in paths if path.exists()]

@@ -31,15 +31,20 @@ OnBatch = Callable[[int, int | None], None]
 
 
 def evaluate_checkpoint(
-    prepared: PreparedRun, world: World, on_batch: OnBatch, options: GenerationOptions
+    prepared: PreparedRun,
+    world: World,
+    on_batch: OnBatch,
+    options: GenerationOptions,
+    store: CheckpointStore | None = None,
 ) -> dict[str, Any]:
     """Evaluate the checkpoint that ``--resume`` names on the task's validation data.
 
+    ``store`` finds it on this node, where the nodes have copies of it in folders of their own.
     Return its step, the fields of an ``evaluate`` event, and the continuations of prompts where the task
     generates text. All workers must call it."""
     config = prepared.resolved.config
-    folder = Path(str(config.checkpoint.resume)).parent
-    start = StartPoint(CheckpointStore(folder, repair=False), world, SilentLog())
+    store = store or CheckpointStore(Path(str(config.checkpoint.resume)).parent, repair=False)
+    start = StartPoint(store, world, SilentLog())
     saved = saved_experts_to_start_with(config, start, None)
     experts = place_experts(prepared, world, {}, saved, [])
     if prepared.plan.data_ranks < world.size:
