@@ -21,7 +21,10 @@ def scalars(event: Event) -> dict[str, float]:
             names = ("bytes", "seconds", "rows")
             return _prefixed("exchange/", {f"{name}_per_step": event.get(name) for name in names})
         case "epoch":
-            memory = {f"memory_{name}": value for name, value in _mapping(event.get("memory")).items()}
+            measured = _mapping(event.get("memory"))
+            peaks = {name: measured.get(name) for name in ("allocated", "reserved")}
+            sizes = peaks | _mapping(measured.get("parts"))
+            memory = {f"memory_{name}": value for name, value in sizes.items()}
             return _prefixed("epoch/", _fields(event, "epoch") | memory)
         case "recovery":
             return _prefixed("recovery/", _fields(event, "attempt"))

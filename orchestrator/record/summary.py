@@ -19,6 +19,7 @@ from orchestrator.record.events import (
 )
 from orchestrator.record.expert_changes import change_counts, expert_changes, final_num_experts
 from orchestrator.record.host_balance import mean_per_step, settled_imbalance
+from orchestrator.record.peak_memory import peak_memory
 from orchestrator.record.speed import after_warm_up, speed_of
 from orchestrator.record.validate import is_valid
 
@@ -35,6 +36,7 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
     speed = speed_of(steps)
     changes = expert_changes(events)
     final = _final(recorded)
+    peak = peak_memory(recorded)
     # The order of the keys is the order in the file.
     return {
         **_ending(recorded),
@@ -56,7 +58,8 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "train_loss": steps[-1]["loss"] if steps else None,
         "bad_samples": sum(event["count"] for event in of_kind(events, "bad_samples")),
         **_validation(events, final),
-        "peak_memory_bytes": _peak_memory(events),
+        "peak_memory_bytes": peak.allocated if peak else None,
+        "memory_parts": dict(peak.parts) if peak else {},
         "uploaded_step": _uploaded_step(recorded),
         "final": final,
         "experts": final_num_experts(changes, loads, final.get("step")),
@@ -126,11 +129,6 @@ def _with_step(evaluation: Event | None) -> dict[str, Any]:
     if evaluation is None:
         return {}
     return {"step": evaluation["step"], "loss": evaluation["loss"], **evaluation["metrics"]}
-
-
-def _peak_memory(events: Sequence[Event]) -> float | None:
-    measured = [*of_kind(events, "epoch"), *of_kind(events, "end")]
-    return max((event["memory"]["allocated"] for event in measured if "memory" in event), default=None)
 
 
 def _interruptions(

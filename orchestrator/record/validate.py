@@ -28,7 +28,8 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_INTEGER
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite_number(value: Any) -> bool:
+    """Return whether a value is a number that sums can have."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) < _MAX_NUMBER and math.isfinite(value)
 
@@ -37,11 +38,11 @@ def _is_loss(value: Any) -> bool:
     # A diverged run has losses that JSON carries as text only.
     if isinstance(value, str):
         return value in ("nan", "inf", "-inf")
-    return isinstance(value, float) or _is_finite(value)
+    return isinstance(value, float) or is_finite_number(value)
 
 
 def _is_memory(value: Any) -> bool:
-    return isinstance(value, dict) and _is_finite(value.get("allocated"))
+    return isinstance(value, dict) and is_finite_number(value.get("allocated"))
 
 
 def _is_present(value: Any) -> bool:  # noqa: ARG001
@@ -57,9 +58,9 @@ _REQUIRED: Mapping[str, Mapping[str, Check]] = {
     "bad_samples": {"step": _is_integer, "count": _is_integer},
     "step": {
         "step": _is_integer,
-        "seconds": _is_finite,
-        "samples": _is_finite,
-        "units": _is_finite,
+        "seconds": is_finite_number,
+        "samples": is_finite_number,
+        "units": is_finite_number,
         "loss": _is_loss,
     },
     "evaluate": {"step": _is_integer, "loss": _is_loss, "metrics": _is_mapping},
@@ -77,12 +78,12 @@ _REQUIRED: Mapping[str, Mapping[str, Check]] = {
 }
 _OPTIONAL: Mapping[str, Mapping[str, Check]] = {
     "epoch": {"memory": _is_memory},
-    "end": {"memory": _is_memory, "seconds": _is_finite},
+    "end": {"memory": _is_memory, "seconds": is_finite_number},
     "start": {"step": _is_integer, "workers": _is_integer},
     "recovery": {
         "step": _is_integer,
         "workers": _is_integer,
-        "lost_steps": _is_finite,
-        "total_seconds": _is_finite,
+        "lost_steps": is_finite_number,
+        "total_seconds": is_finite_number,
     },
 }

@@ -88,6 +88,11 @@ class Feed(ABC):
         """What is lost with this data, for the record of the run."""
         return None
 
+    @property
+    def bytes_on_device(self) -> int:
+        """Bytes of the data set that were copied to a GPU."""
+        return 0
+
     @abstractmethod
     def steps(self, epoch: int, position: int = 0, saved: SavedPlace | None = None) -> Iterator[StepBatch]:
         """Yield the steps of an epoch, from a sample of its order on. The last one may be short.

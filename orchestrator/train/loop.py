@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 from torch import Tensor
 
 from orchestrator.errors import ResourceError
 from orchestrator.train.data import StepBatch
-from orchestrator.train.memory_watch import MemoryWatch
+from orchestrator.train.memory_watch import MemoryWatch, known_parts
 from orchestrator.train.parts.memory import free_cached, release_idle
 from orchestrator.train.pending import PendingStep
 from orchestrator.train.requests import Requests, RequestVotes
@@ -43,7 +44,7 @@ class Loop:
         hooks = hooks or LoopHooks()
         self.stepper = training.stepper
         self.progress = training.progress
-        self.memory = MemoryWatch(training.stepper.world)
+        self.memory = MemoryWatch(training.stepper.world, partial(known_parts, training))
         self._feed = training.feed
         self._cadence = training.cadence
         self._log = training.log
@@ -99,6 +100,7 @@ class Loop:
             raise
         self._recorder.flush()
         self._save_checkpoint()
+        self.memory.end_run()
         self._finish_checkpoints()
         return outcome
 

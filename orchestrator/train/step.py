@@ -29,6 +29,7 @@ from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.compiling import Compiled
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
+from orchestrator.train.parts.memory_parts import StateMemory, state_parts
 from orchestrator.train.parts.optim import ScheduledOptimizer, clip_factor
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.weight_copies import WeightCopies
@@ -60,6 +61,7 @@ class Stepper:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     graphs: StepGraphs | None = None
     """Where steps are shorter than the Python around them."""
+    state_memory: StateMemory = field(init=False, default_factory=StateMemory)
     _recovery: StepRecovery = field(init=False)
     _reduce_totals: TotalsReducer = field(init=False)
     _num_moe_layers: int = field(init=False)
@@ -83,6 +85,7 @@ class Stepper:
         """Take over parameters that were replaced, and another number of experts."""
         self._statistics = StepStatistics(self.strategy.model, self.strategy.context)
         self.optimizer.parameters_changed()
+        self.state_memory.experts_changed()
         if self.copies is not None:
             self.copies.update()
         self.strategy.experts_changed()
@@ -129,6 +132,11 @@ class Stepper:
         self._recovery.grow_back(step)
         self._report_compilation(perf_counter() - attempt_start)
         return global_totals
+
+    def memory_parts(self) -> dict[str, int]:
+        """Return the bytes of the state that exists now on this worker's device, by part."""
+        copies = self.copies.tensors if self.copies is not None else []
+        return state_parts(self.strategy.model, self.optimizer.inner, copies, self.world.device)
 
     # --- steps of a graph
 
@@ -335,6 +343,7 @@ class Stepper:
             ) from None
         if totals.loads:
             update_balance(self.strategy.model, totals.loads)
+        self.state_memory.after_update(self.memory_parts)
 
     def _divide_clip_and_step(self, totals: Totals, step: int) -> None:
         """Divide gradients by the count of the global batch, clip them, and update the weights."""

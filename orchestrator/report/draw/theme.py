@@ -91,6 +91,7 @@ svg .broken { stroke: var(--bad); stroke-width: 1.5; stroke-linecap: butt; }
 .bar .stack { margin: 0; background: none; }
 .bar i:last-child { border-radius: 0 6px 6px 0; }
 .bar > :last-child { text-align: right; font-variant-numeric: tabular-nums; }
+.pairs .bar { margin: 0 0 8px; } .pairs .bar:nth-of-type(odd) { margin: 0; } .pairs .stack { height: 12px; }
 .heat img { display: block; width: 100%; border-radius: 4px; background: var(--fill); image-rendering: pixelated; }
 .gaps { width: 100%; border-radius: 4px; background: repeating-linear-gradient(45deg, var(--fill) 0 4px, var(--card) 4px 8px); }
 .heat .ends { display: flex; justify-content: space-between; margin-top: 5px; color: var(--muted); font-size: 11.5px; }

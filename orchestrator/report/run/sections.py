@@ -18,6 +18,7 @@ from orchestrator.report.run.stats import (
     final_evaluation,
     flops_per_second,
     memory,
+    memory_parts,
     metric_names,
     monitored_figures,
     non_finite_text,
@@ -32,9 +33,9 @@ from orchestrator.report.run.stats import (
     watched_metric,
     workers_text,
 )
-from orchestrator.report.run.svg import chart, heat_image, labelled_bar, stacked_bar
+from orchestrator.report.run.svg import chart, curve_key, heat_image, labelled_bar, stacked_bar
 from orchestrator.report.run.verdict import verdict
-from orchestrator.types import bytes_text, count_text, flops_text, seconds_text
+from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, seconds_text
 
 TONES = {"completed": "good", "stopped": "info", "failed": "bad", UNFINISHED: "warn"}
 HEADLINES = {
@@ -50,8 +51,8 @@ HEADLINES = {
     "overfitting": "The model overfits",
     "unknown": "Not enough data for a verdict",
 }
+ESTIMATED_COLOR = 0
 MEASURED_COLOR = 5
-NUM_PART_COLORS = 5
 
 Tile = tuple[str, str, str]
 """Label, figure as HTML, and a line below it."""
@@ -281,32 +282,52 @@ def _time_card(title: str, subtitle: str, parts: dict[str, float]) -> str:
 
 
 def memory_section(record: RunRecord) -> str:
-    """Return the plan's estimate and the measured peak, on one scale."""
+    """Return the plan's estimate and the measured peak on one scale, and both again by part."""
     planned = section(record.plan, "memory")
-    sizes = {name: finite(size) for name, size in planned.items() if name not in ("total", "limit")}
-    known = [(name, size) for name, size in sizes.items() if size]
-    parts = [(name, size, index % NUM_PART_COLORS) for index, (name, size) in enumerate(known)]
-    estimate = finite(planned.get("total")) or sum(size for _, size, _ in parts)
+    estimate = finite(planned.get("total")) or sum(part.estimated or 0 for part in memory_parts(record))
     peak = memory(record)
     largest = max(estimate, (peak.reserved or 0) if peak else 0, peak.allocated if peak else 0)
     if not largest:
         return ""
     bars = []
     if estimate:
-        bars.append(labelled_bar("estimated", parts, largest, bytes_text(estimate)))
+        bars.append(_memory_bar("estimated", "estimate", estimate, largest, ESTIMATED_COLOR))
     if peak is not None:
         name = "measured" if record.on_gpu else "process"
-        bars.append(_measured_bar(name, "allocated", peak.allocated, largest))
+        bars.append(_memory_bar(name, "allocated", peak.allocated, largest))
         if peak.reserved:
-            bars.append(_measured_bar("reserved", "reserved", peak.reserved, largest))
-    keys = "".join(
-        f'<span class="key" style="--c:var(--c{color})">{esc(name)} <b>{bytes_text(size)}</b></span>'
-        for name, size, color in parts
-    )
+            bars.append(_memory_bar("reserved", "reserved", peak.reserved, largest))
     limit = finite(planned.get("limit"))
     title = heading("Memory", f"the run may use {bytes_text(limit)}" if limit else "")
-    return f'{title}<div class="card chart">{"".join(bars)}<div class="parts">{keys}</div></div>'
+    by_part = _memory_parts_card(record)
+    width = "" if by_part else " one"
+    return f'{title}<div class="grid{width}"><div class="card chart">{"".join(bars)}</div>{by_part}</div>'
 
 
-def _measured_bar(label: str, part: str, size: float, largest: float) -> str:
-    return labelled_bar(label, [(part, size, MEASURED_COLOR)], largest, bytes_text(size))
+def _memory_parts_card(record: RunRecord) -> str:
+    """Return a pair of bars for each part of the memory: estimated and measured."""
+    parts = memory_parts(record)
+    if not parts:
+        return ""
+    peak = memory(record)
+    largest = max(max(part.estimated or 0, part.measured or 0) for part in parts)
+    is_measured = any(part.measured is not None for part in parts)
+    bars = []
+    for part in parts:
+        label = memory_part_text(part.name)
+        bars.append(_memory_bar(label, "estimated", part.estimated, largest, ESTIMATED_COLOR))
+        if is_measured:
+            bars.append(_memory_bar("", "measured", part.measured, largest))
+    colors = {"estimated": ESTIMATED_COLOR} | ({"measured": MEASURED_COLOR} if is_measured else {})
+    keys = "".join(curve_key(name, color) for name, color in colors.items())
+    worker = f"worker {peak.worker}, whose peak is the largest" if peak and peak.worker is not None else ""
+    unit = f'<span class="unit">{worker}</span>' if worker else ""
+    caption = f'<figcaption>By part {unit}<span class="keys">{keys}</span></figcaption>'
+    return f'<figure class="card chart pairs">{caption}{"".join(bars)}</figure>'
+
+
+def _memory_bar(
+    label: str, part: str, size: float | None, largest: float, color: int = MEASURED_COLOR
+) -> str:
+    text = bytes_text(size) if size is not None else "–"
+    return labelled_bar(label, [(part, size or 0, color)], largest, text)

@@ -12,9 +12,10 @@ from typing import Any
 from orchestrator.config.metric import Criterion, find_criterion
 from orchestrator.errors import UserError
 from orchestrator.record.events import Event
+from orchestrator.record.peak_memory import PeakMemory, peak_memory
 from orchestrator.record.speed import Speed, after_warm_up, speed_of
 from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, number, section
-from orchestrator.types import PHASES
+from orchestrator.types import MEMORY_PARTS, PHASES
 
 OTHER = "other"
 
@@ -27,10 +28,21 @@ class MemoryUse:
     reserved: float | None
     limit: float | None
     estimate: float | None
+    worker: int | None = None
+    """The worker with the largest peak, whose parts were measured, where there are several."""
 
     @property
     def efficiency(self) -> float | None:
         return self.allocated / self.reserved if self.reserved else None
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """Bytes of one part of the memory: as the plan estimated it, and as it was measured."""
+
+    name: str
+    estimated: float | None
+    measured: float | None
 
 
 @dataclass(frozen=True)
@@ -111,15 +123,31 @@ def shares(parts: dict[str, float]) -> dict[str, float]:
 @cached_on_record
 def memory(record: RunRecord) -> MemoryUse | None:
     """Return the measured peak, with the plan's estimate and limit."""
-    measured = [section(event, "memory") for event in record.epochs]
-    peak = max(values(measured, "allocated"), default=None)
-    allocated = peak or finite(record.summary.get("peak_memory_bytes"))
+    peak = _measured_peak(record)
+    allocated = peak.allocated if peak else finite(record.summary.get("peak_memory_bytes"))
     if not allocated:
         return None
     planned = section(record.plan, "memory")
     # On a CPU the peak is the resident memory of the process, and nothing is reserved.
-    reserved = max(values(measured, "reserved"), default=None) if record.on_gpu else None
-    return MemoryUse(allocated, reserved or None, finite(planned.get("limit")), finite(planned.get("total")))
+    reserved = peak.reserved if peak and record.on_gpu else None
+    limit = finite(planned.get("limit"))
+    estimate = finite(planned.get("total"))
+    return MemoryUse(allocated, reserved or None, limit, estimate, peak.worker if peak else None)
+
+
+@cached_on_record
+def _measured_peak(record: RunRecord) -> PeakMemory | None:
+    return peak_memory(record.events)
+
+
+@cached_on_record
+def memory_parts(record: RunRecord) -> list[MemoryPart]:
+    """Return the parts of the memory that were estimated or measured, in the order of ``MEMORY_PARTS``."""
+    planned = section(record.plan, "memory")
+    peak = _measured_peak(record)
+    measured = peak.parts if peak else {}
+    parts = [MemoryPart(name, finite(planned.get(name)), measured.get(name)) for name in MEMORY_PARTS]
+    return [part for part in parts if part.estimated or part.measured]
 
 
 def monitored_figures(record: RunRecord) -> list[MonitoredFigure]:

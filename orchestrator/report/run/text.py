@@ -31,6 +31,7 @@ from orchestrator.report.run.stats import (
     final_evaluation,
     flops_per_second,
     memory,
+    memory_parts,
     metric_names,
     monitored_figures,
     non_finite_text,
@@ -47,7 +48,7 @@ from orchestrator.report.run.stats import (
     workers_text,
 )
 from orchestrator.report.run.verdict import verdict
-from orchestrator.types import bytes_text, count_text, flops_text, seconds_text
+from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, seconds_text
 
 WIDTH = 100
 LABEL_WIDTH = 22
@@ -171,11 +172,25 @@ def _memory_lines(record: RunRecord) -> list[Line]:
         if peak and record.on_gpu:
             error = f", {estimate / peak.allocated - 1:+.0%} against the measured peak"
         lines.append(("estimated", f"{bytes_text(estimate)}{error}"))
-        parts = {name: finite(size) for name, size in planned.items() if name not in ("total", "limit")}
-        lines.append(("", ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)))
     limit = finite(planned.get("limit"))
     if limit is not None:
         lines.append(("limit", bytes_text(limit)))
+    return lines + _memory_part_lines(record)
+
+
+def _memory_part_lines(record: RunRecord) -> list[Line]:
+    """Return the parts of the memory, each as it was measured and as the plan estimated it."""
+    parts = memory_parts(record)
+    peak = memory(record)
+    lines: list[Line] = []
+    if peak is not None and peak.worker is not None:
+        lines.append(("parts", f"of worker {peak.worker}, whose peak is the largest"))
+    is_measured = any(part.measured is not None for part in parts)
+    for part in parts:
+        estimated = f"{bytes_text(part.estimated):>9} estimated" if part.estimated else ""
+        measured = f"{bytes_text(part.measured):>9} measured" if part.measured is not None else ""
+        text = f"{measured:<18}   {estimated}" if is_measured else estimated
+        lines.append((memory_part_text(part.name), text.rstrip()))
     return lines
 
 

@@ -35,6 +35,11 @@ class PinnedBuffers:
         self._allocation_error: Exception | None = None
         self._prepared_bytes = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers in host memory."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
     def prepare(self, num_bytes: int) -> None:
         """Start to allocate the buffers in the background.
 

@@ -67,6 +67,11 @@ class Snapshots:
         self._dense_layout = SnapshotLayout([])
         self._experts_layout = SnapshotLayout([])
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that snapshots are copied into, in host memory."""
+        return self._target.buffers.num_bytes
+
     def due(self, step: int) -> bool:
         return self.every > 0 and step >= self._last_step + self.every
 

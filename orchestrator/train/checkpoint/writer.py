@@ -95,6 +95,11 @@ class CheckpointWriter:
         self._finish_write()
         self._world.wait_for_main(self._next_name())
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffer that the state is copied into, in host memory."""
+        return self._buffers.num_bytes
+
     def close(self) -> None:
         self._closing.begin()
         self._thread.shutdown(wait=True)

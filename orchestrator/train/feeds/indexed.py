@@ -44,14 +44,20 @@ class IndexedFeed(Feed):
         super().__init__(world, min(global_batch, self._num_samples), micro_batch, seed)
         self.skips_bad = loader.skip_bad
         self._loader: BatchLoader | None = None
+        self._bytes_on_device = 0
         if not isinstance(self.data, Gatherable):
             self._loader = BatchLoader(self.data, loader, world.device)
         elif loader.on_device:
             self.data = self.data.to(world.device)
+            self._bytes_on_device = self.data.nbytes
 
     @property
     def num_samples(self) -> int:
         return self._num_samples
+
+    @property
+    def bytes_on_device(self) -> int:
+        return self._bytes_on_device
 
     @property
     def note(self) -> str | None:

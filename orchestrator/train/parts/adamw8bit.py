@@ -121,7 +121,9 @@ def encode(values: Tensor, table: Table) -> Codes:
     codes_RBK = torch.bucketize(values_RBK / divisor_RB1, table.middles, out_int32=True)
     if not table.signed:
         codes_RBK = torch.where(values_RBK > 0, codes_RBK.clamp(min=1), codes_RBK)
-    return Codes(_from_blocks(codes_RBK.to(torch.uint8), values.shape), scale_RB)
+    codes = _from_blocks(codes_RBK.to(torch.uint8), values.shape)
+    # A view would keep the numbers that fill up the last block of each row.
+    return Codes(codes.contiguous(), scale_RB)
 
 
 def decode(codes: Codes, table: Table) -> Tensor:

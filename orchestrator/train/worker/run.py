@@ -143,7 +143,7 @@ class WorkerRun:
             reason=outcome.reason,
             steps=loop.progress.step,
             seconds=perf_counter() - self._began_s,
-            memory=loop.memory.run_peak(),
+            memory=loop.memory.run_record(),
         )
         return outcome
 

@@ -80,6 +80,25 @@ def test_estimate_and_measurement_share_a_scale(tmp_path):
     assert "the run may use 125.1 GiB" in text
 
 
+def test_each_part_of_the_memory_has_a_pair_of_bars(tmp_path):
+    text = sections.memory_section(record_of(tmp_path, gpu=True, experts=4, workers=2))
+    assert text.count('title="estimated"') == text.count('title="measured"') == 6
+    assert "worker 1, whose peak is the largest" in text
+    assert 'width:100.00%" title="measured"' in text, "the activations are the largest part"
+    on_cpu = sections.memory_section(record_of(tmp_path / "cpu"))
+    assert "<span>–</span>" in on_cpu, "no rest of a process was measured"
+    assert "whose peak" not in on_cpu
+
+
+def test_an_estimate_without_a_measurement_has_single_bars(tmp_path):
+    record = record_of(tmp_path, steps=2, epochs=1, ends="killed")
+    events = [event for event in record.events if event["event"] not in ("epoch", "end")]
+    write_events(tmp_path, events)
+    text = sections.memory_section(read_run_record(tmp_path))
+    assert 'title="measured"' not in text
+    assert text.count('title="estimated"') >= 4
+
+
 def test_experts_have_a_card_per_layer(tmp_path):
     text = sections.experts_section(record_of(tmp_path, experts=8, layers=3))
     assert text.count("<figure") == 3

@@ -69,6 +69,34 @@ def test_memory_is_the_highest_peak(tmp_path):
     assert peak.estimate == pytest.approx(9 * GIB, rel=0.05)
 
 
+def test_parts_of_the_memory_are_those_of_the_largest_peak(tmp_path):
+    def epoch(number, allocated, parts):
+        memory = {"allocated": allocated, "parts": parts, "worker": number}
+        return {"event": "epoch", "step": number, "epoch": number, "memory": memory}
+
+    odd = {"parameters": 9, "gradients": "many", "unknown": 3, "activations": float("nan")}
+    events = [epoch(0, 10, {"parameters": 4}), epoch(1, 30, odd), epoch(2, 20, {"parameters": 7})]
+    write_events(tmp_path, events)
+    (tmp_path / "plan.json").write_text('{"memory": {"parameters": 8, "gate": 2, "average": 0, "total": 10}}')
+    record = read_run_record(tmp_path)
+    assert stats.memory_parts(record) == [
+        stats.MemoryPart("parameters", 8, 9),
+        stats.MemoryPart("gate", 2, None),
+    ]
+    use = stats.memory(record)
+    assert use is not None
+    assert (use.allocated, use.worker) == (30, 1)
+
+
+def test_the_peak_at_the_end_of_a_run_counts(tmp_path):
+    end = {"event": "end", "status": "completed", "reason": "", "memory": {"allocated": 50, "parts": [1]}}
+    epoch = {"event": "epoch", "step": 1, "epoch": 0, "memory": {"allocated": 40}}
+    use = stats.memory(events_record(tmp_path, [epoch, end]))
+    assert use is not None
+    assert use.allocated == 50
+    assert stats.memory_parts(events_record(tmp_path, [epoch, end])) == []
+
+
 def test_memory_without_reserved_bytes_has_no_efficiency(tmp_path):
     peak = stats.memory(record_of(tmp_path))
     assert peak is not None
