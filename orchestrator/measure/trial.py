@@ -24,9 +24,9 @@ from orchestrator.tasks.task import Task
 from orchestrator.train.data import Feed, StepBatch
 from orchestrator.train.parts.memory import free_cached, peak_memory, reset_peak
 from orchestrator.train.parts.world import World
+from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies.placement import decide_placement
 from orchestrator.train.strategies.shares import assign_shares
-from orchestrator.train.totals import Totals
 from orchestrator.train.worker.build import build_evaluation, build_feed, check_has_metric
 from orchestrator.train.worker.build_model import ModelParts, build_parts, build_stepper
 from orchestrator.train.worker.torch_settings import preserved_random_state, torch_settings

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from experts.host_copy import to_host
-from orchestrator.train.totals import Totals
+from orchestrator.train.step.totals import Totals
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshots import Snapshots
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import Feed
-from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.requests import Requests
-from orchestrator.train.step import Stepper
+from orchestrator.train.step.stepper import Stepper
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.tasks.generation import GenerationOptions
+from orchestrator.train.evaluation.generation import Generation, generate
 from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.generation import Generation, generate
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world

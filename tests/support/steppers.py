@@ -25,13 +25,13 @@ from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.world import World
-from orchestrator.train.step import Stepper
+from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from orchestrator.train.strategies.fsdp import FSDPStrategy, full_tensor, shard_model
 from orchestrator.train.strategies.sharded_dense import ShardedDenseStrategy
-from orchestrator.train.totals import Totals
 from orchestrator.types import PrecisionName
 
 

@@ -14,9 +14,9 @@ from orchestrator.config.settings import Config
 from orchestrator.tasks.task import TensorData
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies import ddp
 from orchestrator.train.strategies.ddp import DDPOptions
-from orchestrator.train.totals import Totals
 from tests.support.planted_faults import step_batches
 from tests.support.ranks import run_ranks
 from tests.support.steppers import (

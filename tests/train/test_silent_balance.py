@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from experts.gate import Gate
 from experts.layer import MoELayer
 from orchestrator.errors import UserError
-from orchestrator.train import step as step_module
+from orchestrator.train.step import update as step_module
 from tests.support.planted_faults import (
     SIZES,
     Plant,

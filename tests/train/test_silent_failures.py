@@ -29,9 +29,9 @@ from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import MicroBatch, StepBatch
 from orchestrator.train.parts.world import World
-from orchestrator.train.step import Stepper
-from orchestrator.train.step_recovery import StepRecovery
-from orchestrator.train.totals import Totals
+from orchestrator.train.step.recovery import StepRecovery
+from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.step.totals import Totals
 from tests.support.planted_faults import (
     HOSTS,
     LEARNING_RATE,

@@ -16,12 +16,12 @@ from experts.structure import Change, LayerStructure
 from orchestrator.record.log import Log
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.execution import Execution
 from orchestrator.train.evolution.graph import graph_fields
 from orchestrator.train.evolution.measurements import LayerMeasurement, measure_layers
 from orchestrator.train.evolution.plan import EvolutionPlan
-from orchestrator.train.step import Stepper
+from orchestrator.train.step.stepper import Stepper
 
 _OBSERVE_EVERY = 8
 """Steps from one observed step to the next: statistics of all steps would cost several percent."""

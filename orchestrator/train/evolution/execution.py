@@ -17,11 +17,11 @@ from experts.structure import Change
 from experts.surgery.surgery import LayerBackup, Surgery, change_layer
 from orchestrator.record.log import Log
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
-from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.measurements import LayerMeasurement
 from orchestrator.train.evolution.optimizer_state import state_spec
 from orchestrator.train.evolution.plan import EvolutionPlan
-from orchestrator.train.step import Stepper
+from orchestrator.train.step.stepper import Stepper
 
 _JUDGED = ("born", "merged", "pruned")
 """Changes that are judged. The end of a twin's time changes nothing at that moment."""

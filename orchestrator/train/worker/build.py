@@ -21,7 +21,7 @@ from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import Feed
-from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.feeds.stream import StreamFeed
 from orchestrator.train.heartbeat import Heartbeat

@@ -16,13 +16,13 @@ from orchestrator.plan.planning import Plan
 from orchestrator.record.log import Log
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.data import Feed
-from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.evolution.policy import RulesPolicy
 from orchestrator.train.parts.muon import Muon
-from orchestrator.train.step import Stepper
+from orchestrator.train.step.stepper import Stepper
 from orchestrator.train.worker.build_model import ModelParts
 
 _VALIDATION_BATCHES = 8

@@ -15,8 +15,8 @@ from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import read_progress
 from orchestrator.train.checkpoint.restore import restore_model
 from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.evaluate import Evaluation
-from orchestrator.train.generation import generate
+from orchestrator.train.evaluation.evaluate import Evaluation
+from orchestrator.train.evaluation.generation import generate
 from orchestrator.train.parts.weight_average import SLOT
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.build import build_evaluation

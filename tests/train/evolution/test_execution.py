@@ -11,7 +11,7 @@ import torch
 from experts.model import structure_of
 from experts.structure import Change
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
-from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.execution import Execution
 from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.parts.stores import file_store

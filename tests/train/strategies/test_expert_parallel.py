@@ -23,8 +23,8 @@ from experts.tokens.transfer import Transfer
 from orchestrator.config.settings import Config
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies.fsdp import full_tensor
-from orchestrator.train.totals import Totals
 from orchestrator.train.worker.build_model import build_model
 from orchestrator.types import Choice
 from tests.support.planted_faults import by_expert, merge_hosts, step_batches

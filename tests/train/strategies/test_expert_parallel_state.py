@@ -18,9 +18,9 @@ from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.step import Stepper
+from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies.buffers import running_statistics
-from orchestrator.train.totals import Totals
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.trainer import Trainer
 from tests.support.planted_faults import merge_hosts, step_batches, total_norm

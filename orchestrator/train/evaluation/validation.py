@@ -11,7 +11,7 @@ from orchestrator.config.metric import Criterion, missing_metric
 from orchestrator.errors import TrainingFailed
 from orchestrator.train.bad_inputs import ADVICE, find_bad_input
 from orchestrator.train.declared_names import DeclaredNames
-from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.training import Training
 
 _MAX_SEARCHED_SAMPLES = 10_000

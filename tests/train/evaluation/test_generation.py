@@ -13,7 +13,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.tasks.lm.task import LanguageModel
-from orchestrator.train.generation import generate
+from orchestrator.train.evaluation.generation import generate
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.base import Strategy

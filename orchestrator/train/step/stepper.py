@@ -17,30 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.balance import moe_layers, update_balance
+from experts.balance import moe_layers
 from experts.model import mix
-from orchestrator.errors import OutOfMemory, ResourceError, UserError
+from orchestrator.errors import UserError
 from orchestrator.record.log import Emit
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.validate import as_loss, check_trainable
 from orchestrator.train.batches import check_batch_device
-from orchestrator.train.data import MicroBatch, StepBatch, different_ends
+from orchestrator.train.data import MicroBatch, StepBatch
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.compiling import Compiled
-from orchestrator.train.parts.memory import free_cached, is_out_of_memory
+from orchestrator.train.parts.memory import free_cached
 from orchestrator.train.parts.memory_parts import StateMemory, state_parts
-from orchestrator.train.parts.optim import ScheduledOptimizer, clip_factor
+from orchestrator.train.parts.optim import ScheduledOptimizer
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.weight_copies import WeightCopies
 from orchestrator.train.parts.world import World
 from orchestrator.train.requests import NO_VOTES, Votes
-from orchestrator.train.step_graph.graphs import StepGraphs, with_data
-from orchestrator.train.step_preview import Preview, is_single_pass, split_passes
-from orchestrator.train.step_recovery import Problem, StepRecovery
-from orchestrator.train.step_statistics import StepStatistics
+from orchestrator.train.step.graph.graphs import StepGraphs, with_data
+from orchestrator.train.step.preview import Preview, is_single_pass, split_passes
+from orchestrator.train.step.recovery import Problem, StepRecovery
+from orchestrator.train.step.reduction import StepReduction
+from orchestrator.train.step.statistics import StepStatistics
+from orchestrator.train.step.totals import Totals
+from orchestrator.train.step.update import WeightUpdate
 from orchestrator.train.strategies.base import Strategy
-from orchestrator.train.totals import Totals, TotalsReducer
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Stepper:
     """Where steps are shorter than the Python around them."""
     state_memory: StateMemory = field(init=False, default_factory=StateMemory)
     _recovery: StepRecovery = field(init=False)
-    _reduce_totals: TotalsReducer = field(init=False)
+    _reduction: StepReduction = field(init=False)
     _num_moe_layers: int = field(init=False)
     _statistics: StepStatistics = field(init=False)
     _compile_reported: bool = field(init=False, default=False)
@@ -71,7 +73,7 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self._recovery = StepRecovery(self.world, self.strategy, self.micro_batch, self.emit)
-        self._reduce_totals = TotalsReducer(self.world, "step", self.strategy.num_expert_grads)
+        self._reduction = StepReduction(self.world, self.strategy, self._recovery)
         self.strategy.set_trained(self.optimizer.parameters)
         self._num_moe_layers = len(moe_layers(self.strategy.model))
         self._statistics = StepStatistics(self.strategy.model, self.strategy.context)
@@ -80,6 +82,10 @@ class Stepper:
     def max_pass_samples(self) -> int:
         """Most samples of one forward and backward pass."""
         return self._recovery.max_pass_samples
+
+    @property
+    def _update(self) -> WeightUpdate:
+        return WeightUpdate(self.strategy, self.optimizer, self.precision, self.clip_norm)
 
     def experts_changed(self) -> None:
         """Take over parameters that were replaced, and another number of experts."""
@@ -90,7 +96,7 @@ class Stepper:
             self.copies.update()
         self.strategy.experts_changed()
         self.strategy.set_trained(self.optimizer.parameters)
-        self._reduce_totals.experts_changed(self.strategy.num_expert_grads)
+        self._reduction.experts_changed()
         if self.compiled is not None:
             self.compiled.experts_changed(self.strategy.model)
         if self.graphs is not None:
@@ -120,14 +126,18 @@ class Stepper:
             if self.strategy.needs_vote:
                 problem = self._recovery.vote(problem)
             if problem is None:
-                global_totals = self._reduce(totals, batch, votes)
-                if self.strategy.rows_fit():
+                global_totals = self._reduction.reduce(totals, batch, votes, self._nominal_count(batch))
+                all_sent = self.strategy.rows_fit()
+                if self.world.size > 1:
+                    self.clock.mark("communication")
+                if all_sent:
                     break
                 self._repeat_with_counts(step)
                 continue
             # Outside the handler, so that no frame of the failed attempt keeps its tensors alive.
             self._prepare_repetition(problem, step)
-        self._update(global_totals, step)
+        self._update.apply(global_totals, step)
+        self.state_memory.after_update(self.memory_parts)
         self.clock.mark("optimizer")
         self._recovery.grow_back(step)
         self._report_compilation(perf_counter() - attempt_start)
@@ -170,8 +180,9 @@ class Stepper:
                 self._statistics.save()  # a replay cannot fail half-way
             self._begin(batch)
             totals = self._run_passes(batch, self._noise_seed(step))
-            totals = self._reduce(totals, batch, NO_VOTES)
-            self._update(totals, step)
+            totals = self._reduction.reduce(totals, batch, NO_VOTES, self._nominal_count(batch))
+            self._update.apply(totals, step)
+            self.state_memory.after_update(self.memory_parts)
             return totals
         finally:
             self.clock = clock
@@ -281,88 +292,6 @@ class Stepper:
 
     def _nominal_count(self, batch: StepBatch) -> float:
         return power_of_two(batch.global_samples * getattr(self.strategy.task, "units_per_sample", 1))
-
-    # --- reduction and update
-
-    def _reduce(self, totals: Totals | None, batch: StepBatch, votes: Votes) -> Totals:
-        """Sum gradients and totals over all workers."""
-        if self.world.size == 1:
-            assert totals is not None
-            totals.samples = batch.global_samples
-            totals.nominal_count = self._nominal_count(batch)
-            has_samples = any(micro_batch.num_samples for micro_batch in batch.micro_batches)
-            if isinstance(totals.count, int) and totals.count < 1 and has_samples:
-                raise UserError(f"the task's loss counts {totals.count} in a step; a mean needs at least 1")
-            return totals
-        try:
-            factor = self.strategy.all_reduce_gradients()
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise OutOfMemory(
-                    f"worker {self.world.rank} ran out of memory in the sum of gradients",
-                    self._recovery.pass_samples,
-                ) from None
-            raise
-        global_totals = self._reduce_totals(
-            totals,
-            batch.global_samples,
-            (*votes, float(batch.next_samples or 0)),
-            self.strategy.expert_grad_squares(),
-            self.strategy.exchange_stats(),
-        )
-        assert global_totals.votes is not None
-        self._check_next(batch, global_totals.votes[-1])
-        global_totals.votes = global_totals.votes[:-1]
-        global_totals.nominal_count = self._nominal_count(batch) * factor
-        self.clock.mark("communication")
-        return global_totals
-
-    def _check_next(self, batch: StepBatch, total: Tensor) -> None:
-        """Refuse data that ends on some workers only. ``total`` sums the samples of all next batches.
-
-        Workers whose data goes on would wait for the others in the next step."""
-        samples = batch.next_samples
-        if samples is None:
-            return
-        # On a GPU reading the sum waits for the device: only a worker near its end does.
-        may_end = samples < batch.global_samples
-        if (may_end or self.world.device.type == "cpu") and float(total) != samples * self.world.size:
-            found = f"the next step has {samples} samples" if samples else "the epoch ends"
-            raise different_ends(self.world.rank, found)
-
-    def _update(self, totals: Totals, step: int) -> None:
-        """Update weights and balance. It cannot be repeated: part of it may have happened when it fails."""
-        try:
-            self._divide_clip_and_step(totals, step)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise ResourceError(
-                f"out of memory in the optimizer at step {step + 1}: its state does not fit next to the "
-                "model; try a smaller model, or a device with more memory"
-            ) from None
-        if totals.loads:
-            update_balance(self.strategy.model, totals.loads)
-        self.state_memory.after_update(self.memory_parts)
-
-    def _divide_clip_and_step(self, totals: Totals, step: int) -> None:
-        """Divide gradients by the count of the global batch, clip them, and update the weights."""
-        gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
-        gradients = self.strategy.local_parts(gradients)
-        count = totals.count
-        count = count.double().clamp(min=1) if isinstance(count, Tensor) else max(1, count)
-        factor: float | Tensor = totals.nominal_count / count
-        if self.precision.scale is not None:
-            factor = factor / self.precision.scale.double()
-        norm = self.strategy.gradient_norm(gradients, totals.expert_grad_squares)
-        totals.norm, factor = clip_factor(norm, factor, self.clip_norm)
-        self.optimizer.scale_gradients(gradients, factor)
-        if self.precision.scale is not None:
-            # The norm covers the gradients of all workers, so all of them find the same overflows.
-            totals.finite = totals.norm.isfinite()
-        self.optimizer.step(step, totals.finite)
-        if totals.finite is not None:
-            self.precision.update(totals.finite)
 
     # --- failed attempts
 

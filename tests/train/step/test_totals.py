@@ -12,7 +12,7 @@ import torch
 from orchestrator.tasks.task import Loss
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.totals import Totals, TotalsReducer
+from orchestrator.train.step.totals import Totals, TotalsReducer
 from tests.support.ranks import run_ranks
 
 

@@ -15,9 +15,9 @@ from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, TensorData
 from orchestrator.tasks.text import Text
 from orchestrator.train.feeds.indexed import IndexedFeed
-from orchestrator.train.step import power_of_two
-from orchestrator.train.step_recovery import GROW_AFTER
-from orchestrator.train.totals import Totals
+from orchestrator.train.step.recovery import GROW_AFTER
+from orchestrator.train.step.stepper import power_of_two
+from orchestrator.train.step.totals import Totals
 from tests.support.steppers import (
     DoubleDigits,
     DoubleText,
@@ -251,7 +251,7 @@ def test_a_users_exception_is_shown_with_its_own_frame() -> None:
         run_steps(stepper, feed, 1)
     first, _, rest = str(caught.value).partition("\n")
     assert first == "ZeroDivisionError: my own mistake"
-    assert "test_step.py" in rest
+    assert "test_stepper.py" in rest
     assert 'raise ZeroDivisionError("my own mistake")' in rest
 
 

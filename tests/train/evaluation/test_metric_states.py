@@ -17,7 +17,7 @@ from orchestrator.record.log import SilentLog
 from orchestrator.tasks.metrics import AUC, F1, Perplexity
 from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.train.data import MicroBatch
-from orchestrator.train.metric_states import MetricStates
+from orchestrator.train.evaluation.metric_states import MetricStates
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.build import WorkerContext, build_training
