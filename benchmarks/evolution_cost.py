@@ -41,7 +41,7 @@ from orchestrator.train.parts.named_optimizers import build_named_optimizer
 from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.base import Strategy
 
 BLOCK = 8

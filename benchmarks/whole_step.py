@@ -30,7 +30,7 @@ from orchestrator.train.data import Feed, StepBatch
 from orchestrator.train.parts.memory import peak_memory
 from orchestrator.train.parts.timing import timed_seconds
 from orchestrator.train.parts.world import World
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.train.worker.torch_settings import torch_settings

@@ -24,8 +24,8 @@ from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.timing import synchronize, timed_seconds
 from orchestrator.train.parts.world import World
-from orchestrator.train.step.stepper import Stepper
 from orchestrator.train.step.totals import Totals
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 
 WARM_UP_STEPS = 4

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from orchestrator.errors import ResourceError
 from orchestrator.train.data import StepBatch
-from orchestrator.train.evaluation.validation import Validation
 from orchestrator.train.memory_watch import MemoryWatch, known_parts
 from orchestrator.train.parts.memory import free_cached, release_idle
-from orchestrator.train.pending import PendingStep
 from orchestrator.train.requests import Requests, RequestVotes
-from orchestrator.train.step.recorder import StepRecorder
+from orchestrator.train.step.pending import PendingStep
+from orchestrator.train.step_recorder import StepRecorder
 from orchestrator.train.training import LoopHooks, Training
+from orchestrator.train.validation import Validation
 from orchestrator.types import counted
 
 _NAMED_FAULTS = 5  # of samples that were left out

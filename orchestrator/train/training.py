@@ -16,7 +16,7 @@ from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.requests import Requests
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from orchestrator.record.events import by_step, of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.data import Feed
 from orchestrator.train.parts.world import World
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_graphs, build_parts, build_stepper
 from orchestrator.train.worker.torch_settings import torch_settings

@@ -20,7 +20,7 @@ from orchestrator.train.data import Feed
 from orchestrator.train.parts.adamw8bit import Table, decode, encode
 from orchestrator.train.parts.memory import peak_memory, reset_peak
 from orchestrator.train.parts.world import World
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.train.worker.prepared_run import PreparedRun

@@ -20,7 +20,7 @@ from orchestrator.train.data import Feed
 from orchestrator.train.parts import adamw
 from orchestrator.train.parts.adamw import AdamW, Update, update_fused, update_plain
 from orchestrator.train.parts.world import World
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.trainer import Trainer

@@ -19,7 +19,7 @@ from orchestrator.train.data import Feed
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.parts.world import World
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from tests.support.planted_faults import by_expert
 from tests.support.steppers import make_stepper, mean_loss
 from tests.support.tiny_model import Tiny

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from orchestrator.train.step.graph.graphs import StepGraphs
-from orchestrator.train.step.graph.recorder import CaptureFailed
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.step_graph.graphs import StepGraphs
+from orchestrator.train.step_graph.recorder import CaptureFailed
+from orchestrator.train.stepper import Stepper
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from orchestrator.train.feeds.indexed import IndexedFeed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from tests.support.families import (
     EXPERTS,
     FAMILIES,

@@ -28,7 +28,7 @@ from orchestrator.train.data import StepBatch
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from tests.support.evolving import Script, make_evolution, on_hosts
 from tests.support.planted_faults import by_expert
 from tests.support.ranks import run_ranks

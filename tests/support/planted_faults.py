@@ -17,8 +17,8 @@ from experts.expert_state import split_experts, stacked_names
 from orchestrator.train.data import Feed, StepBatch
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.step.stepper import Stepper
 from orchestrator.train.step.totals import Totals
+from orchestrator.train.stepper import Stepper
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.steppers import make_stepper, mean_loss
 from tests.support.tiny_model import Tiny

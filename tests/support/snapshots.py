@@ -29,7 +29,7 @@ from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from tests.support.ranks import run_ranks
 from tests.support.steppers import make_stepper, run_steps
 from tests.support.tiny_model import Tiny

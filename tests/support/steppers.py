@@ -25,8 +25,8 @@ from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.world import World
-from orchestrator.train.step.stepper import Stepper
 from orchestrator.train.step.totals import Totals
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy

@@ -30,8 +30,8 @@ from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import MicroBatch, StepBatch
 from orchestrator.train.parts.world import World
 from orchestrator.train.step.recovery import StepRecovery
-from orchestrator.train.step.stepper import Stepper
 from orchestrator.train.step.totals import Totals
+from orchestrator.train.stepper import Stepper
 from tests.support.planted_faults import (
     HOSTS,
     LEARNING_RATE,

@@ -21,7 +21,7 @@ from orchestrator.train.evolution.execution import Execution
 from orchestrator.train.evolution.graph import graph_fields
 from orchestrator.train.evolution.measurements import LayerMeasurement, measure_layers
 from orchestrator.train.evolution.plan import EvolutionPlan
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 
 _OBSERVE_EVERY = 8
 """Steps from one observed step to the next: statistics of all steps would cost several percent."""

@@ -21,7 +21,7 @@ from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.measurements import LayerMeasurement
 from orchestrator.train.evolution.optimizer_state import state_spec
 from orchestrator.train.evolution.plan import EvolutionPlan
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 
 _JUDGED = ("born", "merged", "pruned")
 """Changes that are judged. The end of a twin's time changes nothing at that moment."""

@@ -22,7 +22,7 @@ from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.evolution.policy import RulesPolicy
 from orchestrator.train.parts.muon import Muon
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build_model import ModelParts
 
 _VALIDATION_BATCHES = 8

@@ -38,10 +38,10 @@ from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.weight_average import WeightAverage
 from orchestrator.train.parts.weight_copies import WeightCopies
 from orchestrator.train.parts.world import World
-from orchestrator.train.step.graph.graphs import StepGraphs
-from orchestrator.train.step.graph.obstacles import find_obstacle
-from orchestrator.train.step.graph.recorder import CudaRecorder
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.step_graph.graphs import StepGraphs
+from orchestrator.train.step_graph.obstacles import find_obstacle
+from orchestrator.train.step_graph.recorder import CudaRecorder
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import (
     BufferChoice,

@@ -20,7 +20,7 @@ from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from tests.support.family_runs import CPU, GLOBAL_BATCH, placement
 from tests.support.lora_runs import LoraTask
 from tests.support.planted_faults import by_expert, step_batches

@@ -20,7 +20,7 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.weight_average import WeightAverage
 from orchestrator.train.parts.weight_copies import WeightCopies
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from tests.support.ranks import run_ranks
 from tests.support.steppers import make_stepper, run_steps
 

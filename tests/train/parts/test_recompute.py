@@ -23,7 +23,7 @@ from orchestrator.errors import UserError
 from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from tests.support.ranks import run_ranks
 from tests.support.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps
 from tests.support.tiny_model import HostCase, Tiny

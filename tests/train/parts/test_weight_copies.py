@@ -18,7 +18,7 @@ from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.compiling import Compiled
 from orchestrator.train.parts.weight_average import WeightAverage
 from orchestrator.train.parts.weight_copies import WeightCopies
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from tests.support.steppers import make_stepper, mean_loss, run_steps, weights
 
 SETTINGS = {"width": 16, "layers": 2, "sequence_length": 8, "vocabulary": 16, "samples": 64}

@@ -18,8 +18,8 @@ from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.step.stepper import Stepper
 from orchestrator.train.step.totals import Totals
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.buffers import running_statistics
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.trainer import Trainer

@@ -12,7 +12,7 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.rehearsal import rehearse_steps
 from orchestrator.trainer import Trainer
 

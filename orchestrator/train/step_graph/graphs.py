@@ -20,11 +20,11 @@ from orchestrator.record.log import Emit
 from orchestrator.train.batches import tensors_of
 from orchestrator.train.data import StepBatch
 from orchestrator.train.parts.optim import ScheduledOptimizer
-from orchestrator.train.step.graph.layout import copy_tensors, layout_of_step, map_tensors
-from orchestrator.train.step.graph.python_state import PythonState, host_generator_states
-from orchestrator.train.step.graph.rates import DeviceRates
-from orchestrator.train.step.graph.recorder import CaptureFailed, Recorder
 from orchestrator.train.step.totals import PackedTotals, Totals
+from orchestrator.train.step_graph.layout import copy_tensors, layout_of_step, map_tensors
+from orchestrator.train.step_graph.python_state import PythonState, host_generator_states
+from orchestrator.train.step_graph.rates import DeviceRates
+from orchestrator.train.step_graph.recorder import CaptureFailed, Recorder
 from orchestrator.train.strategies.base import Strategy
 
 WARM_UP_STEPS = 3

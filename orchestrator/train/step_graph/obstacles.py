@@ -10,7 +10,7 @@ from torch import nn
 from experts.balance import gated_layers, moe_layers
 from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.precision import Precision
-from orchestrator.train.step.graph.python_state import find_hook
+from orchestrator.train.step_graph.python_state import find_hook
 from orchestrator.train.strategies.base import Strategy
 
 _OPTIMIZERS = (AdamW, torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)

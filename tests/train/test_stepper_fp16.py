@@ -17,7 +17,7 @@ from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.fsdp import local_part
 from tests.support.planted_faults import step_batches
 from tests.support.ranks import run_ranks

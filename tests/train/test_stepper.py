@@ -16,8 +16,8 @@ from orchestrator.tasks.task import Loss, TensorData
 from orchestrator.tasks.text import Text
 from orchestrator.train.feeds.indexed import IndexedFeed
 from orchestrator.train.step.recovery import GROW_AFTER
-from orchestrator.train.step.stepper import power_of_two
 from orchestrator.train.step.totals import Totals
+from orchestrator.train.stepper import power_of_two
 from tests.support.steppers import (
     DoubleDigits,
     DoubleText,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.train.step.graph.python_state import PythonState
+from orchestrator.train.step_graph.python_state import PythonState
 
 
 class _Task:

@@ -35,13 +35,13 @@ from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.weight_copies import WeightCopies
 from orchestrator.train.parts.world import World
 from orchestrator.train.requests import NO_VOTES, Votes
-from orchestrator.train.step.graph.graphs import StepGraphs, with_data
 from orchestrator.train.step.preview import Preview, is_single_pass, split_passes
 from orchestrator.train.step.recovery import Problem, StepRecovery
 from orchestrator.train.step.reduction import StepReduction
 from orchestrator.train.step.statistics import StepStatistics
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.step.update import WeightUpdate
+from orchestrator.train.step_graph.graphs import StepGraphs, with_data
 from orchestrator.train.strategies.base import Strategy
 
 

@@ -15,9 +15,9 @@ from orchestrator.errors import UserError
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.data import Feed
-from orchestrator.train.step.graph.graphs import MAX_GRAPHS, WARM_UP_STEPS
-from orchestrator.train.step.graph.layout import copy_tensors
-from orchestrator.train.step.stepper import Stepper
+from orchestrator.train.step_graph.graphs import MAX_GRAPHS, WARM_UP_STEPS
+from orchestrator.train.step_graph.layout import copy_tensors
+from orchestrator.train.stepper import Stepper
 from tests.support.fake_graphs import FakeRecorder, with_graphs
 from tests.support.steppers import Events, make_stepper, run_steps, weights
 

@@ -16,7 +16,7 @@ from orchestrator.errors import TrainingFailed
 from orchestrator.record.events import Event
 from orchestrator.train.bad_inputs import ADVICE, find_bad_input
 from orchestrator.train.declared_names import DeclaredNames
-from orchestrator.train.pending import PendingStep, StepFigures, fetch_figures
+from orchestrator.train.step.pending import PendingStep, StepFigures, fetch_figures
 from orchestrator.train.training import Training
 
 # The first steps of a process are slower than the rest: marked, and excluded from the throughput.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.train.step.graph.recorder import CudaRecorder
+from orchestrator.train.step_graph.recorder import CudaRecorder
 
 
 class _Stream:
