@@ -55,9 +55,9 @@ class ExchangeChunk:
 
     def _header(self) -> Tensor | None:
         """Return the numbers that go to each host with bounded rows."""
-        if self.counts_N2 is None:
+        if self.counts_N2 is None or self.context.bounds is None:
             return None
-        number = self.context.exchange.next_number()
+        number = self.context.bounds.next_number()
         columns = [torch.full_like(self.counts_N2[:, 0], value) for value in (number, self.layer_id)]
         return torch.stack([*columns, *self.counts_N2.unbind(1)], dim=1)
 

@@ -153,26 +153,23 @@ def _compute_backward(
     hidden_widths = [each.up_EDH.shape[2] for each in classes]
     activated_tables = _new_tables(x_TD, num_rows, inner_widths)
     d_hidden_tables = _new_tables(x_TD, num_rows, hidden_widths)
-    tables = zip(
-        classes,
-        _tables(hidden, num_rows, hidden_widths),
-        _new_tables(x_TD, num_rows, inner_widths),
-        activated_tables,
-        d_hidden_tables,
-        strict=True,
-    )
+    grad_tables = _new_tables(x_TD, num_rows, inner_widths)
+    hidden_tables = _tables(hidden, num_rows, hidden_widths)
     grad_RD = fused.copy_rows(grad_TD, row_TK, num_rows)
     d_rows_RD = torch.empty_like(grad_RD)
     d_weights_R = torch.zeros_like(weights_R)  # rows that are left out have weights of other hosts' experts
-    for each, hidden_RH, grad_RH, activated_RH, d_hidden_RH in tables:
-        row_product(grad_RD, each.down_EHD.transpose(1, 2), each.tiles, None, grad_RH)
-        gradients = SwigluGradients(d_hidden_RH, d_weights_R, activated_RH)
-        fused.write_swiglu_gradients(grad_RH, hidden_RH, weights_R, gradients, each.span)
+    for number, each in enumerate(classes):
+        d_hidden_RH = d_hidden_tables[number]
+        row_product(grad_RD, each.down_EHD.transpose(1, 2), each.tiles, None, grad_tables[number])
+        gradients = SwigluGradients(d_hidden_RH, d_weights_R, activated_tables[number])
+        fused.write_swiglu_gradients(
+            grad_tables[number], hidden_tables[number], weights_R, gradients, each.span
+        )
         row_product(d_hidden_RH, each.up_EDH.transpose(1, 2), each.tiles, None, d_rows_RD)
     d_x_TD = fused.add_rows(d_rows_RD, row_TK)
     if not trains_experts:
         return d_x_TD, d_weights_R, []
-    del tables, grad_RH, d_rows_RD  # the rows of the tokens take their memory
+    del grad_tables, d_rows_RD  # the rows of the tokens take their memory
     rows_RD = fused.copy_rows(x_TD, row_TK, num_rows)
     d_matrices: list[Tensor] = []
     for each, activated_RH, d_hidden_RH in zip(classes, activated_tables, d_hidden_tables, strict=True):

@@ -79,6 +79,8 @@ class ExchangeBounds:
     """Whether the next attempt exchanges counts in every layer."""
     _is_active: bool = False
     """Whether there is an attempt at a step. Evaluations exchange counts."""
+    _num_exchanges: int = 0
+    """Exchanges of bounded rows so far: as many on all hosts, or they are out of step."""
     _of_layer: dict[int, RowBound] = field(default_factory=dict)
     _counted: list[tuple[int, list[int]]] = field(default_factory=list)
     """Layer and rows of the exchanges with counts."""
@@ -88,6 +90,10 @@ class ExchangeBounds:
     def of_layer(self, layer_id: int) -> RowBound | None:
         """Return the bound of a layer's rows; None if counts are exchanged."""
         return self._of_layer.get(layer_id) if self._is_active and not self.counts_only else None
+
+    def next_number(self) -> int:
+        self._num_exchanges += 1
+        return self._num_exchanges
 
     def begin_attempt(self) -> None:
         self._is_active = True

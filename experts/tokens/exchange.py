@@ -43,10 +43,6 @@ class Exchange(Protocol):
         """Start sending rows, which are sorted by host. Without counts, as many go to each host."""
         ...
 
-    def next_number(self) -> int:
-        """Return the number of the next exchange, which is the same on all hosts."""
-        ...
-
 
 @dataclass
 class Meter:
@@ -102,9 +98,6 @@ class LocalExchange:
     ) -> PendingRows:
         return PendingRows(rows, None, Meter())
 
-    def next_number(self) -> int:
-        return 0
-
 
 @dataclass
 class GroupExchange:
@@ -123,7 +116,8 @@ class GroupExchange:
         return self.group.size
 
     def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> Tensor:
-        header = [self.next_number(), *header]
+        self._num_exchanges += 1
+        header = [self._num_exchanges, *header]
         header_NC = counts_NC.new_tensor(header).expand(self.size, -1)
         sent = torch.cat([header_NC, counts_NC], dim=1)
         # gloo aborts the process where lengths differ, before any host could compare headers: pad
@@ -181,7 +175,3 @@ class GroupExchange:
         self.meter.bytes += num_leaving * rows.stride(0) * rows.itemsize
         work = self.group.all_to_all(received, rows, receive_counts, send_counts)
         return PendingRows(received, work, self.meter, rows)
-
-    def next_number(self) -> int:
-        self._num_exchanges += 1
-        return self._num_exchanges
