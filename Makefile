@@ -19,7 +19,7 @@ test: check
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --threads 2
 
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow --timeout=3600 $(ARGS)
