@@ -11,6 +11,7 @@ its own, and a raylet; ``orchestrator train`` joins their cluster.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import statistics
 from dataclasses import dataclass
@@ -89,10 +90,12 @@ def scaling(link: LinkSpec) -> str:
 
     The computation is that of a worker's share of the batch, measured on one node; the cost model
     predicts the communication."""
+    # A node has one CPU, as a worker has: one process on one node must not take both cores.
+    os.environ["OMP_NUM_THREADS"] = "1"
     with namespace_cluster(2, link) as cluster:
         whole_s = _measure(cluster, Case(MODEL, BATCH))
         share_s = _measure(cluster, Case(MODEL, BATCH // 2))
-        rows = [Scaled(case, _measure(cluster, case), _traffic(case, link)) for case in SCALED]
+        rows = [Scaled(case, _measure(cluster, case), _traffic(case, link, share_s)) for case in SCALED]
     columns = ("", "measured step", "predicted step", "error", "measured speed-up", "predicted speed-up")
     alone = ["1 node", f"{1000 * whole_s:.0f} ms", "–", "–", "1", "1"]
     table = markdown_table(columns, [alone, *(_scaling_row(row, whole_s, share_s) for row in rows)])
@@ -104,8 +107,10 @@ def scaling(link: LinkSpec) -> str:
 def _measure(cluster: NamespaceCluster, case: Case) -> float:
     """Return the median time of the steps after the warm-up."""
     settings = {**case.settings, "batch_size": case.batch, "max_steps": TIMED_STEPS, "log_every": 1}
+    # Without a number of workers, a run takes both nodes.
+    settings |= {"workers": case.workers}
     if case.workers > 1:
-        settings |= {"parallel_strategy": case.strategy, "workers": case.workers}
+        settings |= {"parallel_strategy": case.strategy}
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     name = f"{case.strategy}-{case.batch}".replace("_", "-")
     cluster.finish_run(cluster.start_run(name, *flags, *QUIET), name)
@@ -115,8 +120,10 @@ def _measure(cluster: NamespaceCluster, case: Case) -> float:
     return seconds
 
 
-def _traffic(case: Case, link: LinkSpec) -> dict[str, float]:
-    """Return the predicted seconds of each kind of communication, between nodes with one worker each."""
+def _traffic(case: Case, link: LinkSpec, compute_s: float) -> dict[str, float]:
+    """Return the predicted seconds of each kind of communication, between nodes with one worker each.
+
+    Gradients are summed while the backward pass computes: the part that it hides is left out."""
     traced = TracedCase.of(case, on_gpu=False)
     network = Link("network", link.delay_s, link.mbit_s * 1e6 / 8)
     nodes = Machine(device(asynchronous=False), case.workers, 1, outer=Interconnect(network, network))
@@ -126,7 +133,7 @@ def _traffic(case: Case, link: LinkSpec) -> dict[str, float]:
         traced.plan.accumulation_steps.value,
         chunks=traced.plan.exchange_chunks.value,
     )
-    return traffic_seconds(traced.work, nodes, parallelism, compute_s=0.0)
+    return traffic_seconds(traced.work, nodes, parallelism, compute_s)
 
 
 def _scaling_row(row: Scaled, whole_s: float, share_s: float) -> list[str]:
