@@ -315,9 +315,10 @@ def _memory_parts_card(record: RunRecord) -> str:
     bars = []
     for part in parts:
         label = memory_part_text(part.name)
-        bars.append(_memory_bar(label, "estimated", part.estimated, largest, ESTIMATED_COLOR))
+        name = f"{label}, estimated"
+        bars.append(_memory_bar(label, name, part.estimated, largest, ESTIMATED_COLOR))
         if is_measured:
-            bars.append(_memory_bar("", "measured", part.measured, largest))
+            bars.append(_memory_bar("", f"{label}, measured", part.measured, largest))
     colors = {"estimated": ESTIMATED_COLOR} | ({"measured": MEASURED_COLOR} if is_measured else {})
     keys = "".join(curve_key(name, color) for name, color in colors.items())
     worker = f"worker {peak.worker}, whose peak is the largest" if peak and peak.worker is not None else ""

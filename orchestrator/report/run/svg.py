@@ -79,11 +79,13 @@ def stacked_bar(parts: Mapping[str, float], text: Mapping[str, str]) -> str:
 
 def labelled_bar(label: str, parts: Iterable[tuple[str, float, int]], total: float, text: str) -> str:
     """Return a labelled bar of (name, size, colour) parts on a common scale."""
+    parts = list(parts)
     cells = [
         f'<i style="--c:var(--c{color});width:{100 * size / total:.2f}%" title="{esc(name)}"></i>'
         for name, size, color in parts
     ]
-    stack = f'<div class="stack">{"".join(cells)}</div>'
+    description = f"{', '.join(name for name, _, _ in parts)}: {text}"
+    stack = f'<div class="stack" role="img" aria-label="{esc(description)}">{"".join(cells)}</div>'
     return f'<div class="bar"><span>{esc(label)}</span>{stack}<span>{esc(text)}</span></div>'
 
 
