@@ -166,7 +166,9 @@ def test_each_node_downloads_the_checkpoint_that_is_evaluated(cluster: RayCluste
     url = s3.url(f"evaluation-{uuid4().hex}")
     folder = cluster.folder / "drivers" / uuid4().hex[:8]
     folder.mkdir()
-    complete(None, folder, ["train", "--run-dir", url, *SIZES, *QUIET, "--max-steps", "4"])
+    complete(
+        cluster, folder, ["train", "--workers", "1", "--run-dir", url, *SIZES, *QUIET, "--max-steps", "4"]
+    )
     (run_dir,) = folder.glob("results/*")
     (expected,) = of_kind(read_events(run_dir / "events.jsonl"), "evaluate")
     output = complete(cluster, folder, ["evaluate", url, "--workers", "2"])

@@ -39,7 +39,9 @@ def test_one_three_and_two_hosts_with_kills_see_what_one_process_sees(
         run = run_with_faults(stage, run_dir, schedule, *flags, *resume)
         assert run.exit_code == 0, run.output[-3000:]
     assert run is not None
-    assert [fault.step for fault in run.fired] == [12, 20]
+    first, second = (fault.step for fault in run.fired)
+    assert first == 12
+    assert second in (20, 21), "a busy host may end a step before it is killed"
     events = check_streamed(run_dir, file, buffer)
     assert len(of_kind(events, "recovery")) == 2
     assert check_samples(events, FaultFolder.of_run(run_dir), SAMPLES) == []
