@@ -11,8 +11,9 @@ about 0.1 s.
     assert run_ranks(sum_of_ranks, 3) == [3.0, 3.0, 3.0]
 
 The ranks rendezvous through a file, so that no port is needed. Each rank is a session of its own,
-which ends with all its processes, also when the process that runs the tests is killed. Ranks
-inherit the environment in which the first rank of the test session was started."""
+which ends with all its processes, also when the process that runs the tests is killed. A rank has
+the environment of the process that starts it, not that of the forkserver, which the first test of
+the session started."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ class Ranks:
         self.processes: list[BaseProcess] = []
         # Pickled here: multiprocessing itself would share tensors by handles, which end with the
         # sender.
-        self._job = pickle.dumps((function, size, self.store_path, arguments))
+        self._job = pickle.dumps((dict(os.environ), function, size, self.store_path, arguments))
 
     def start(self, size: int) -> None:
         context = _context()
@@ -244,10 +245,17 @@ def _run_job(rank: int, job: bytes) -> bytes:
         import torch
 
         torch.set_num_threads(1)
-        function, size, store_path, arguments = pickle.loads(job)  # noqa: S301 - from the test
+        environment, function, size, store_path, arguments = pickle.loads(job)  # noqa: S301 - from the test
+        _set_environment(environment)
         return pickle.dumps((True, function(rank, size, store_path, *arguments)))
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 def _end_with_parent(pipe: Connection, folder: Path) -> None:

@@ -40,6 +40,10 @@ def hang_on_rank_2(rank: int, size: int, store_path: str) -> int:
     return rank
 
 
+def variable(rank: int, size: int, store_path: str) -> str | None:
+    return os.environ.get("ORCHESTRATOR_TEST_VARIABLE")
+
+
 def sleep_forever() -> None:
     time.sleep(600)
 
@@ -147,3 +151,11 @@ def test_ranks_end_with_a_killed_parent(tmp_path: Path) -> None:
     while is_alive(rank) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(rank)
+
+
+def test_a_rank_has_the_environment_of_the_test_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(variable, 1) == [None]
+    monkeypatch.setenv("ORCHESTRATOR_TEST_VARIABLE", "given")
+    assert run_ranks(variable, 1) == ["given"]
+    monkeypatch.delenv("ORCHESTRATOR_TEST_VARIABLE")
+    assert run_ranks(variable, 1) == [None]
