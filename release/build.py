@@ -2,9 +2,9 @@
 
     python -m release.build [--out dist]
 
-Only files that git does not ignore are copied and built: remains of earlier builds cannot slip in. The
-wheel is built from the source distribution, which shows that the latter is complete. The setuptools of
-this environment builds both; nothing is downloaded.
+Only files that git tracks are copied and built: neither remains of earlier builds nor files that lie in
+the working tree by chance are packed. The wheel is built from the source distribution, which shows that the
+latter is complete. The setuptools of this environment builds both; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ def build(out: Path) -> Distributions:
         return Distributions(Path(shutil.copy(sdist, out)), Path(shutil.copy(wheel, out)))
 
 
-def source_files() -> list[str]:
-    """Return the files of the repository that git does not ignore, as paths from its root."""
-    listed = _run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], ROOT)
+def source_files(root: Path = ROOT) -> list[str]:
+    """Return the files of a repository that git tracks, as paths from its root.
+
+    MANIFEST.in takes whole folders, so an untracked file, which may hold anything, must not be copied.
+    """
+    listed = _run(["git", "ls-files", "-z"], root)
     names = [name for name in listed.split("\0") if name]
-    # A file that was deleted and not committed is listed still; a link such as .venv is no source.
-    return sorted(name for name in names if (ROOT / name).is_file() and not (ROOT / name).is_symlink())
+    # A file that was deleted and not committed is listed still.
+    return sorted(name for name in names if (root / name).is_file())
 
 
 def _copy_files(target: Path) -> None:

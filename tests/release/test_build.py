@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import tarfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +37,19 @@ def test_the_wheel_holds_every_file_of_the_packages_and_no_other(distributions: 
     expected = {name for name in source_files() if name.split("/")[0] in PACKAGES}
     found = {name for name in wheel_names(distributions) if ".dist-info/" not in name}
     assert sorted(found ^ expected) == [], "data files are listed in pyproject.toml, package-data"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git lists the files to pack")
+def test_only_tracked_files_are_packed(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    names = ["tests/test_it.py", "tests/deleted.py", "tests/notes.txt", "tests/ignored.log", ".gitignore"]
+    for name in names:
+        (tmp_path / name).write_text("*.log\n", encoding="utf-8")
+    tracked = [".gitignore", "tests/deleted.py", "tests/test_it.py"]
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", *tracked], cwd=tmp_path, check=True)
+    (tmp_path / "tests" / "deleted.py").unlink()
+    assert source_files(tmp_path) == [".gitignore", "tests/test_it.py"]
 
 
 @pytest.mark.parametrize(
