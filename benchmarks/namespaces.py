@@ -14,10 +14,13 @@ import argparse
 import os
 import shlex
 import statistics
+import sys
+import time
 from dataclasses import dataclass
 
 from benchmarks.costmodel import TracedCase
 from benchmarks.costmodel_cases import Case, vectors
+from benchmarks.node_link import read_link
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallelism
 from orchestrator.plan.cost.traffic import traffic_seconds
@@ -30,7 +33,10 @@ from tests.support.namespaces import LinkSpec, reason_not_allowed
 
 MODEL = vectors(width=256, experts=8, expert_hidden_size=512, layers=1)
 BATCH = 1024
-TIMED_STEPS = 24
+NUM_STEPS = 72
+TIMED_STEPS = 36
+"""The last steps of a run: the first twenty of data-parallel runs check that the workers agree."""
+_PROBE_PORT = 29555
 QUIET = shlex.split("--evaluate-every 1000 --checkpoint-every 1000 --trackers --no-monitor-gpu")
 SCALED = (
     Case(MODEL, BATCH // 2, 2, "expert_parallel"),
@@ -85,14 +91,15 @@ class Scaled:
     traffic_s: dict[str, float]
 
 
-def scaling(link: LinkSpec) -> str:
+def scaling(wire: LinkSpec) -> str:
     """Measure steps on one and on two nodes, and return the table beside the predictions.
 
     The computation is that of a worker's share of the batch, measured on one node; the cost model
-    predicts the communication."""
+    predicts the communication from the link as a calibration measures it."""
     # A node has one CPU, as a worker has: one process on one node must not take both cores.
     os.environ["OMP_NUM_THREADS"] = "1"
-    with namespace_cluster(2, link) as cluster:
+    with namespace_cluster(2, wire) as cluster:
+        link = _measured_link(cluster)
         whole_s = _measure(cluster, Case(MODEL, BATCH))
         share_s = _measure(cluster, Case(MODEL, BATCH // 2))
         rows = [Scaled(case, _measure(cluster, case), _traffic(case, link, share_s)) for case in SCALED]
@@ -101,12 +108,34 @@ def scaling(link: LinkSpec) -> str:
     table = markdown_table(columns, [alone, *(_scaling_row(row, whole_s, share_s) for row in rows)])
     lines = "\n".join(f"- {row.case.strategy}: {_parts_text(row.traffic_s)}" for row in rows)
     share = f"A worker's share of the batch takes {1000 * share_s:.0f} ms on one node (measured)."
-    return f"{table}\n{share} Predicted communication of a step:\n\n{lines}\n"
+    links = f"The link as measured: {_link_text('all-reduce', link.sums)}; "
+    links += f"{_link_text('all-to-all', link.exchange)}."
+    return f"{table}\n{share} {links} Predicted communication of a step:\n\n{lines}\n"
+
+
+def _link_text(name: str, link: Link) -> str:
+    return f"{name} {1000 * link.latency_s:.0f} ms and {link.bytes_per_s / 1e6:.0f} MB/s"
+
+
+def _measured_link(cluster: NamespaceCluster) -> Interconnect:
+    command = [sys.executable, "-m", "benchmarks.node_link"]
+    address = [cluster.head.address, str(_PROBE_PORT)]
+    logs = [cluster.folder / f"link_{node.number}.txt" for node in cluster.nodes]
+    environment = {**cluster.environment, "GLOO_SOCKET_IFNAME": "eth0"}
+    started = [
+        node.start([*command, str(rank), *address], environment, log, cluster.folder)
+        for rank, (node, log) in enumerate(zip(cluster.nodes, logs, strict=True))
+    ]
+    # A program that fails leaves the other one waiting.
+    while any(process.poll() is None for process in started):
+        assert not any(process.returncode for process in started), [log.read_text() for log in logs]
+        time.sleep(0.1)
+    return read_link(logs[0].read_text())
 
 
 def _measure(cluster: NamespaceCluster, case: Case) -> float:
-    """Return the median time of the steps after the warm-up."""
-    settings = {**case.settings, "batch_size": case.batch, "max_steps": TIMED_STEPS, "log_every": 1}
+    """Return the median time of the last steps."""
+    settings = {**case.settings, "batch_size": case.batch, "max_steps": NUM_STEPS, "log_every": 1}
     # Without a number of workers, a run takes both nodes.
     settings |= {"workers": case.workers}
     if case.workers > 1:
@@ -115,18 +144,17 @@ def _measure(cluster: NamespaceCluster, case: Case) -> float:
     name = f"{case.strategy}-{case.batch}".replace("_", "-")
     cluster.finish_run(cluster.start_run(name, *flags, *QUIET), name)
     steps = by_step(read_events(cluster.folder / "shared" / name / "events.jsonl"))
-    seconds = statistics.median(step["seconds"] for step in steps if not step.get("warm_up"))
+    seconds = statistics.median(step["seconds"] for step in steps[-TIMED_STEPS:])
     print(case.where, case.batch, seconds, flush=True)
     return seconds
 
 
-def _traffic(case: Case, link: LinkSpec, compute_s: float) -> dict[str, float]:
+def _traffic(case: Case, link: Interconnect, compute_s: float) -> dict[str, float]:
     """Return the predicted seconds of each kind of communication, between nodes with one worker each.
 
     Gradients are summed while the backward pass computes: the part that it hides is left out."""
     traced = TracedCase.of(case, on_gpu=False)
-    network = Link("network", link.delay_s, link.mbit_s * 1e6 / 8)
-    nodes = Machine(device(asynchronous=False), case.workers, 1, outer=Interconnect(network, network))
+    nodes = Machine(device(asynchronous=False), case.workers, 1, outer=link)
     parallelism = Parallelism(
         case.workers,
         traced.plan.strategy.value,
