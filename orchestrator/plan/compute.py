@@ -145,10 +145,12 @@ def with_memory_settings(config: Config, facts: ModelFacts) -> ModelFacts:
     )
 
 
-def with_weight_copies(config: Config, facts: ModelFacts, one_gpu: bool, precision: str) -> ModelFacts:
+def with_weight_copies(
+    config: Config, facts: ModelFacts, workers: int, device: str, precision: str
+) -> ModelFacts:
     """Return the facts with the copies in bf16 that AdamW keeps of large experts, in one process on a GPU."""
     writes_copies = config.optim.optimizer == "adamw" and choose_fused_optimizer(config, facts).value
-    keeps_copies = one_gpu and precision == "bf16" and writes_copies
+    keeps_copies = workers == 1 and device != "cpu" and precision == "bf16" and writes_copies
     return replace(facts, copied_experts=facts.large_experts if keeps_copies else 0)
 
 

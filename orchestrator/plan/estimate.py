@@ -185,7 +185,7 @@ def estimate_memory(
     """
     sharding = sharding or ModelSharding()
     per_sample = facts.activation_bytes + _BACKWARD_FACTOR * facts.largest_bytes
-    weight_copies = float(_COPY_BYTES * facts.copied_experts)
+    weight_copies = weight_copy_bytes(facts.copied_experts)
     # A kept copy takes the place of the copy of a pass.
     expert_base = max(0.0, facts.expert_base - weight_copies)
     base = facts.activation_base - facts.expert_base
@@ -207,7 +207,7 @@ def estimate_memory(
         facts, sharding, facts.parameters - facts.gate_parameters, facts.trainable - gate_trainable
     )
     gate_state = gate_trainable * (dense.gradients + (facts.moments + facts.averages) * dense.moments)
-    short_gradients = facts.copied_experts * (_FP32_BYTES - _COPY_BYTES) if single_pass else 0
+    short_gradients = saved_gradient_bytes(facts.copied_experts) if single_pass else 0.0
     return MemoryEstimate(
         parameters=parameters.of(dense.parameters) * facts.weight_bytes,
         weight_copies=weight_copies,
@@ -218,6 +218,17 @@ def estimate_memory(
         gate=facts.gate_parameters * facts.weight_bytes * dense.parameters + gate_state * _FP32_BYTES,
         limit=limit_bytes,
     )
+
+
+def weight_copy_bytes(copied: int) -> float:
+    """Return the bytes of the kept copies of so many parameters in bf16."""
+    return float(_COPY_BYTES * copied)
+
+
+def saved_gradient_bytes(copied: int) -> float:
+    """Return the bytes that gradients of the copies' type save in a step of one pass; several passes are
+    summed in fp32."""
+    return float((_FP32_BYTES - _COPY_BYTES) * copied)
 
 
 @dataclass(frozen=True)

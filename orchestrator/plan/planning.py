@@ -148,6 +148,16 @@ def plan(
     return _complete_plan(config, inventory, measured, setup, growth)
 
 
+def planned_facts(config: Config, facts: ModelFacts, chosen: Plan) -> ModelFacts:
+    """Return the facts with all that a planned run keeps in memory, as its estimate has them.
+
+    The experts are those of now: ``chosen.memory`` may be of more, where they evolve."""
+    facts = with_memory_settings(config, facts)
+    return with_weight_copies(
+        config, facts, chosen.workers.value, chosen.device.value, chosen.precision.value
+    )
+
+
 def _check_average(config: Config) -> None:
     """Raise UserError for ``--evaluate-ema`` of a run without an average.
 
@@ -170,8 +180,7 @@ def _complete_plan(
     device = setup.device.value
     count = setup.workers.value
     precision = choose_precision(config, inventory, device)
-    one_gpu = count == 1 and device != "cpu"
-    facts = with_weight_copies(config, growth.largest, one_gpu, precision.value)
+    facts = with_weight_copies(config, growth.largest, count, device, precision.value)
     strategy = setup.strategy.value
     model_sharding = setup.model_sharding
     gpu = gpu_of(inventory, device) if device != "cpu" else None

@@ -11,7 +11,7 @@ import torch
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts, estimate_memory, largest_fitting
-from orchestrator.plan.planning import Plan, plan
+from orchestrator.plan.planning import Plan, plan, planned_facts
 from orchestrator.record.log import Log
 from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.train.batches import to_device
@@ -92,6 +92,7 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
 
     if world.device.type != "cuda":
         return fastest_batch(probe_on_all, min(_CPU_START, max_useful), max_useful, float("inf"))
+    facts = planned_facts(config, facts, plan)
     limit -= _growth_bytes(plan, facts)
     estimate = largest_fitting(facts, max_useful, plan.activation_checkpointing.value, limit)
     return largest_batch(probe_on_all, limit, max(1, estimate), max_useful)
@@ -109,7 +110,9 @@ def _growth_bytes(plan: Plan, facts: ModelFacts) -> float:
     if plan.evolution_rules is None:
         return 0.0
     recompute = plan.activation_checkpointing.value
-    return plan.memory.total - estimate_memory(facts, plan.batch_size.value, recompute, None).total
+    single_pass = plan.accumulation_steps.value == 1
+    now = estimate_memory(facts, plan.batch_size.value, recompute, None, single_pass=single_pass)
+    return plan.memory.total - now.total
 
 
 def _worst(world: World, result: BatchProbe) -> BatchProbe:

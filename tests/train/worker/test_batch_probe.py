@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from orchestrator.plan.estimate import estimate_memory
+from orchestrator.config.settings import Config
+from orchestrator.plan.estimate import estimate_memory, largest_fitting
 from orchestrator.plan.evolution import grown
+from orchestrator.plan.planning import plan, planned_facts
+from orchestrator.tasks.load import load_task
+from orchestrator.train.parts.world import World
+from orchestrator.train.worker import batch_probe
 from orchestrator.train.worker.batch_probe import _growth_bytes
+from orchestrator.types import GIB
 from tests.support.inventories import gpu, machine, model, planned
 
 
@@ -18,3 +26,38 @@ def test_memory_is_left_for_experts_that_may_be_born() -> None:
     then = estimate_memory(grown(facts, 12), 1, False, None).total
     assert _growth_bytes(plan, facts) == pytest.approx(then - now)
     assert then - now > 16 * 300_000
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "bf16"},
+        {"precision": "bf16", "accumulation_steps": 4},
+        {"recompute_experts": True},
+        {"optimizer": "sgd", "momentum": 0.0},
+        {"ema_decay": 0.99},
+    ],
+)
+def test_only_experts_that_may_be_born_need_memory_later(settings: dict[str, Any]) -> None:
+    """Copies of weights, recomputed experts and the state of the optimizer are there in measured steps."""
+    facts = model(large_experts=500_000, expert_bytes=2.0**19, expert_input_bytes=2.0**16)
+    config = Config.of(task="synthetic", evolution="bold", max_experts=8, min_experts=8, **settings)
+    chosen = plan(config, machine(gpu()), facts)
+    assert chosen.evolution_rules is not None
+    assert chosen.evolution_rules.max_experts == facts.experts
+    assert _growth_bytes(chosen, planned_facts(config, facts, chosen)) == pytest.approx(0)
+
+
+def test_the_search_begins_with_the_estimate_of_the_planned_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An average of the weights takes memory that the facts of the model alone do not have."""
+    config = Config.of(task="synthetic", batch_size="auto", ema_decay=0.99, samples=16)
+    facts = model(samples=2**20, parameters=10**9, trainable=10**9)
+    chosen = plan(config, machine(gpu(total=40 * GIB)), facts)
+    found: list[int] = []
+    monkeypatch.setattr(
+        batch_probe, "largest_batch", lambda _probe, _limit, estimate, _most: found.append(estimate)
+    )
+    batch_probe.find_batch(config, chosen, load_task(config), World.single_process("cuda:0"), facts)
+    limit = chosen.memory.limit
+    assert found == [largest_fitting(planned_facts(config, facts, chosen), 2**17, False, limit)]
+    assert found[0] < largest_fitting(facts, 2**17, False, limit)
