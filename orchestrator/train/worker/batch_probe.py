@@ -88,7 +88,8 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
     single = World.single_process(world.device)
 
     def probe_on_all(batch: int) -> BatchProbe:
-        return _worst(world, probe(config, plan, task, single, data, batch))
+        passes = _passes(config, batch * world.size)
+        return _worst(world, probe(config, plan, task, single, data, batch, passes))
 
     if world.device.type != "cuda":
         return fastest_batch(probe_on_all, min(_CPU_START, max_useful), max_useful, float("inf"))
@@ -103,6 +104,15 @@ def _most_samples(config: Config, facts: ModelFacts) -> int:
     if facts.samples is None:
         return config.batch.global_batch_size or _MAX_UNCOUNTED
     return min(facts.samples // _MIN_STEPS_PER_EPOCH, config.batch.global_batch_size or facts.samples)
+
+
+def _passes(config: Config, samples: int) -> int:
+    """Return the passes of a probed step, each of ``samples`` on all workers together.
+
+    Where a step of the run has several, two show its memory: the gradients of the first are alive in the
+    second."""
+    several = (config.batch.accumulation_steps or 1) > 1 or samples < (config.batch.global_batch_size or 0)
+    return 2 if several else 1
 
 
 def _growth_bytes(plan: Plan, facts: ModelFacts) -> float:
@@ -123,12 +133,14 @@ def _worst(world: World, result: BatchProbe) -> BatchProbe:
     return BatchProbe(result.batch, None if failed else peak, 0.0 if failed else -slowness)
 
 
-def probe(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> BatchProbe:
+def probe(
+    config: Config, plan: Plan, task: Task, world: World, data: object, batch: int, passes: int = 1
+) -> BatchProbe:
     """Run two whole optimizer steps at a batch size, with a model of their own."""
     free_cached(world.device)
     reset_peak(world.device)
     try:
-        speed = _samples_per_second(config, _plan_with_batch(plan, batch), task, world, data)
+        speed = _samples_per_second(config, _plan_with_batch(plan, batch), task, world, data, passes)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -149,7 +161,9 @@ def _plan_with_batch(plan: Plan, batch: int) -> Plan:
     )
 
 
-def _samples_per_second(config: Config, plan: Plan, task: Task, world: World, data: object) -> float:
+def _samples_per_second(
+    config: Config, plan: Plan, task: Task, world: World, data: object, passes: int
+) -> float:
     batch_size = plan.batch_size.value
     stepper = build_stepper(
         config,
@@ -158,7 +172,7 @@ def _samples_per_second(config: Config, plan: Plan, task: Task, world: World, da
         batch_size,
         _raise_out_of_memory,
     )
-    batch = first_batch(data, world, batch_size)
+    batch = first_batch(data, world, batch_size, passes)
     on_cpu = world.device.type == "cpu"
     timed_seconds(partial(stepper.run, batch, 0), world.device)  # the warm-up is not counted
     seconds = 0.0
@@ -166,7 +180,7 @@ def _samples_per_second(config: Config, plan: Plan, task: Task, world: World, da
     while num_steps < 1 or (on_cpu and seconds < _CPU_SECONDS and num_steps < _CPU_MAX_STEPS):
         num_steps += 1
         seconds += timed_seconds(partial(stepper.run, batch, num_steps), world.device)
-    return batch_size * num_steps / seconds
+    return batch.global_samples * num_steps / seconds
 
 
 def _raise_out_of_memory(event: str, **fields: object) -> None:
@@ -175,8 +189,10 @@ def _raise_out_of_memory(event: str, **fields: object) -> None:
         raise torch.OutOfMemoryError(f"out of memory at a batch of {fields['micro_batch']}")
 
 
-def first_batch(data: Any, world: World, size: int) -> StepBatch:
-    """Return a batch of the first samples, kept on the device. A short data set is repeated."""
+def first_batch(data: Any, world: World, size: int, passes: int = 1) -> StepBatch:
+    """Return a batch of the first samples, kept on the device. A short data set is repeated.
+
+    Each of ``passes`` micro-batches has the same ``size`` samples."""
     data = with_random_access(data, size)
     if isinstance(data, Gatherable):
         loaded = to_device(data.gather(torch.arange(size) % len(data)), world.device, pin=False)
@@ -192,7 +208,8 @@ def first_batch(data: Any, world: World, size: int) -> StepBatch:
             loader=options,
         )
         loaded = next(feed.steps(0)).micro_batches[0].fetch()
-    return StepBatch([MicroBatch(size, lambda: loaded)], size, all_have_samples=True)
+    micro_batches = [MicroBatch(size, lambda: loaded) for _ in range(passes)]
+    return StepBatch(micro_batches, passes * size, all_have_samples=True)
 
 
 class _Repeated:

@@ -11,7 +11,9 @@ from orchestrator.plan.estimate import estimate_memory, largest_fitting
 from orchestrator.plan.evolution import grown
 from orchestrator.plan.planning import plan, planned_facts
 from orchestrator.tasks.load import load_task
+from orchestrator.train.data import StepBatch
 from orchestrator.train.parts.world import World
+from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker import batch_probe
 from orchestrator.train.worker.batch_probe import _growth_bytes
 from orchestrator.types import GIB
@@ -61,3 +63,40 @@ def test_the_search_begins_with_the_estimate_of_the_planned_run(monkeypatch: pyt
     limit = chosen.memory.limit
     assert found == [largest_fitting(planned_facts(config, facts, chosen), 2**17, False, limit)]
     assert found[0] < largest_fitting(facts, 2**17, False, limit)
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({}, 1),
+        ({"accumulation_steps": 1}, 1),
+        ({"accumulation_steps": 3}, 2),
+        ({"global_batch_size": 8}, 1),
+        ({"global_batch_size": 9}, 2),
+    ],
+)
+def test_a_probe_has_several_passes_where_the_steps_of_the_run_have(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], passes: int
+) -> None:
+    """The gradients of one pass are alive in the next one: one pass alone would not show their memory."""
+    config = Config.of(
+        task="synthetic", batch_size="auto", samples=128, width=8, layers=1, experts=0, **settings
+    )
+    task = load_task(config)
+    chosen = plan(config, machine(), model())
+    found: list[list[int]] = []
+
+    def search(probe: Any, *_: Any) -> None:
+        measured = probe(8)
+        assert (measured.batch, measured.peak) == (8, 0.0)
+        assert measured.samples_per_second > 0
+
+    def run(stepper: Stepper, batch: StepBatch, step: int) -> None:
+        del stepper, step
+        found.append([micro_batch.num_samples for micro_batch in batch.micro_batches])
+        assert batch.global_samples == sum(found[-1])
+
+    monkeypatch.setattr(batch_probe, "fastest_batch", search)
+    monkeypatch.setattr(Stepper, "run", run)
+    batch_probe.find_batch(config, chosen, task, World.single_process("cpu"), model())
+    assert found[0] == [8] * passes
