@@ -296,8 +296,10 @@ def _weight_copies(
 ) -> WeightCopies | None:
     """Return copies of the experts' weights in bf16, where an optimizer that writes them trains one process.
 
-    In fp16 gradients would overflow; several workers sum theirs in the type of the weights."""
-    if world.size > 1 or plan.precision.value != "bf16" or not isinstance(optimizer.inner, AdamW):
+    In fp16 gradients would overflow; several workers sum theirs in the type of the weights. A worker that
+    probes a batch size is alone in its ``world``, and has none either."""
+    workers = max(world.size, plan.workers.value)
+    if workers > 1 or plan.precision.value != "bf16" or not isinstance(optimizer.inner, AdamW):
         return None
     return WeightCopies(model, optimizer.inner, torch.bfloat16)
 

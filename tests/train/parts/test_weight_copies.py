@@ -11,6 +11,7 @@ import torch
 from experts.balance import moe_layers
 from experts.weight_copy import WeightCopy
 from orchestrator.config.settings import Config
+from orchestrator.plan.planning import plan
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.train.data import Feed
 from orchestrator.train.parts import adamw, named_optimizers
@@ -18,7 +19,10 @@ from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.compiling import Compiled
 from orchestrator.train.parts.weight_average import WeightAverage
 from orchestrator.train.parts.weight_copies import WeightCopies
+from orchestrator.train.parts.world import World
 from orchestrator.train.stepper import Stepper
+from orchestrator.train.worker.build_model import build_parts
+from tests.support.inventories import gpu, machine, model
 from tests.support.steppers import make_stepper, mean_loss, run_steps, weights
 
 SETTINGS = {"width": 16, "layers": 2, "sequence_length": 8, "vocabulary": 16, "samples": 64}
@@ -202,3 +206,14 @@ def test_a_model_that_was_trained_computes_with_its_weights() -> None:
     for _, layer in moe_layers(stepper.strategy.model):
         assert not layer.bank.copies
         assert {p.grad_dtype for p in layer.bank.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("gpus", "has_copies"), [(1, True), (2, False)])
+def test_a_probe_of_one_worker_among_several_has_no_copies(gpus: int, has_copies: bool) -> None:
+    """Its measured memory is that of the run, whose workers have none."""
+    settings: dict[str, Any] = {"experts": 4, "expert_hidden_size": (8,), "precision": "bf16", **SETTINGS}
+    config = Config.of(task="synthetic", parallel_strategy="data_parallel", **settings)
+    chosen = plan(config, machine(*(gpu(index) for index in range(gpus))), model())
+    assert chosen.workers.value == gpus
+    parts = build_parts(config, chosen, Synthetic(config), World.single_process("cpu"))
+    assert (parts.copies is not None) == has_copies
