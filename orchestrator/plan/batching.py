@@ -3,6 +3,7 @@ recomputed. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -45,12 +46,17 @@ class _MemoryBudget:
     facts: ModelFacts
     limit_bytes: float
     sharding: ModelSharding
+    single_pass_from: float
+    """Samples of a micro-batch from which on a step is one pass."""
 
     def needed(self, micro_batch: int, recompute: bool) -> MemoryEstimate:
-        return estimate_memory(self.facts, micro_batch, recompute, self.limit_bytes, self.sharding)
+        single_pass = micro_batch >= self.single_pass_from
+        return estimate_memory(
+            self.facts, micro_batch, recompute, self.limit_bytes, self.sharding, single_pass
+        )
 
     def largest(self, max_micro_batch: int, recompute: bool) -> int:
-        return largest_fitting(self.facts, max_micro_batch, recompute, self.limit_bytes, self.sharding)
+        return largest_fitting(lambda size: self.needed(size, recompute), max_micro_batch)
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ def plan_batches(
     workers = sharding.data_ranks
     starting, per_device = _starting(gpu_memory)
     step = _step_samples(config, facts, per_device, workers, known)
-    budget = _MemoryBudget(facts, limit_bytes, sharding)
+    budget = _MemoryBudget(facts, limit_bytes, sharding, _single_pass_from(config, step))
     recompute = _recompute(config, budget)
     batch = _batch_size(config, budget, step, recompute.value, known)
     global_batch = _global_batch(config, facts, batch.value, step)
@@ -159,6 +165,15 @@ def _step_samples(
     if fixed_by:
         fixed_by += _capped(samples, facts)
     return _StepSamples(facts.at_most(samples), workers, fixed_by)
+
+
+def _single_pass_from(config: Config, step: _StepSamples) -> float:
+    """Return the samples of a micro-batch from which on a step is one pass."""
+    if (config.batch.accumulation_steps or 1) > 1:
+        return math.inf
+    if config.batch.batch_size == "auto" and not step.fixed_by:
+        return 1  # a step is one measured batch
+    return step.share
 
 
 def _recompute(config: Config, budget: _MemoryBudget) -> Choice[bool]:

@@ -3,6 +3,7 @@ runs. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -297,20 +298,17 @@ def flops_per_step(facts: ModelFacts, global_batch: int, recompute: bool) -> flo
     return facts.flops_per_sample * global_batch * (4 if recompute else 3)
 
 
-def largest_fitting(
-    facts: ModelFacts,
-    max_micro_batch: int,
-    recompute: bool,
-    limit_bytes: float | None,
-    sharding: ModelSharding | None = None,
-) -> int:
+def largest_fitting(estimate: Callable[[int], MemoryEstimate], max_micro_batch: int) -> int:
     """Return the largest micro-batch up to ``max_micro_batch`` whose estimate fits; 0 if one
     sample does not."""
+    # First: one micro-batch with all samples of a step may need less than one with fewer.
+    if max_micro_batch > 0 and estimate(max_micro_batch).fits:
+        return max_micro_batch
     fits = 0
-    too_large = max_micro_batch + 1
+    too_large = max(1, max_micro_batch)
     while too_large - fits > 1:
         middle = (fits + too_large) // 2
-        if estimate_memory(facts, middle, recompute, limit_bytes, sharding).fits:
+        if estimate(middle).fits:
             fits = middle
         else:
             too_large = middle

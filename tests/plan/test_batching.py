@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.batching import MEMORY_CLASSES, Batching, plan_batches
-from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory, largest_fitting
+from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
 from orchestrator.types import GIB, MIB, Choice, Rejected, bytes_text
 from tests.support.inventories import configs, model, models
 
@@ -458,7 +458,31 @@ def test_a_freely_chosen_batch_fits_unless_nothing_does(
     chosen = plan_batches(config, facts, memory_total, limit_bytes, None)
     recompute = chosen.recompute.value
     fits = estimate_memory(facts, chosen.batch_size.value, recompute, limit_bytes).fits
-    assert fits == (largest_fitting(facts, 1, recompute, limit_bytes) == 1)
+    assert fits == estimate_memory(facts, 1, recompute, limit_bytes).fits
     if not fits:
         assert chosen.batch_size.value == 1
         assert "more than" in chosen.batch_size.reason
+
+
+@pytest.mark.parametrize(
+    ("given", "single_pass"),
+    [
+        ({"global_batch_size": 8}, True),
+        ({"accumulation_steps": 2}, False),
+    ],
+)
+def test_the_reason_of_a_batch_has_the_memory_of_the_plan(given: dict[str, Any], single_pass: bool) -> None:
+    """Gradients of copied weights are short in a step of one pass."""
+    facts = model(copied_experts=500_000)
+    chosen = batches(facts, **given)
+    assert (chosen.accumulation.value == 1) == single_pass
+    memory = estimate_memory(facts, chosen.batch_size.value, False, None, single_pass=single_pass)
+    assert bytes_text(memory.total) in chosen.batch_size.reason
+
+
+def test_one_pass_may_fit_where_fewer_samples_do_not() -> None:
+    """The short gradients of one pass save more than the last samples need."""
+    facts = model(copied_experts=600_000, activation_bytes=1000.0, largest_bytes=0.0)
+    limit_bytes = estimate_memory(facts, 64, False, None, single_pass=True).total
+    assert not estimate_memory(facts, 63, False, limit_bytes).fits
+    assert sizes(batches(facts, limit_bytes=limit_bytes)) == (64, 1, 64)

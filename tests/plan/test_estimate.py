@@ -285,7 +285,9 @@ SHARDINGS = [
 def test_largest_fitting_fits_and_one_more_sample_does_not(
     facts: ModelFacts, most: int, recompute: bool, limit_bytes: float | None, sharding: ModelSharding
 ):
-    largest = largest_fitting(facts, most, recompute, limit_bytes, sharding)
+    largest = largest_fitting(
+        lambda size: estimate_memory(facts, size, recompute, limit_bytes, sharding), most
+    )
     assert 0 <= largest <= most
     if largest:
         assert estimate_memory(facts, largest, recompute, limit_bytes, sharding).fits
@@ -299,4 +301,5 @@ def test_largest_fitting_equals_a_linear_search(most: int):
     limit_bytes = estimate(facts, 64).total
     fitting = [n for n in range(1, most + 1) if estimate_memory(facts, n, False, limit_bytes).fits]
     searched = max(fitting, default=0)
-    assert largest_fitting(facts, most, False, limit_bytes) == searched == min(most, 64)
+    found = largest_fitting(lambda size: estimate_memory(facts, size, False, limit_bytes), most)
+    assert found == searched == min(most, 64)

@@ -10,7 +10,7 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.estimate import ModelFacts, estimate_memory, largest_fitting
+from orchestrator.plan.estimate import MemoryEstimate, ModelFacts, estimate_memory, largest_fitting
 from orchestrator.plan.planning import Plan, plan, planned_facts
 from orchestrator.record.log import Log
 from orchestrator.tasks.task import Gatherable, Task
@@ -95,7 +95,13 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
         return fastest_batch(probe_on_all, min(_CPU_START, max_useful), max_useful, float("inf"))
     facts = planned_facts(config, facts, plan)
     limit -= _growth_bytes(plan, facts)
-    estimate = largest_fitting(facts, max_useful, plan.activation_checkpointing.value, limit)
+    recompute = plan.activation_checkpointing.value
+
+    def estimated(batch: int) -> MemoryEstimate:
+        single_pass = _passes(config, batch * world.size) == 1
+        return estimate_memory(facts, batch, recompute, limit, single_pass=single_pass)
+
+    estimate = largest_fitting(estimated, max_useful)
     return largest_batch(probe_on_all, limit, max(1, estimate), max_useful)
 
 

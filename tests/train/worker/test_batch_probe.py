@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.plan.estimate import estimate_memory, largest_fitting
+from orchestrator.plan.estimate import ModelFacts, estimate_memory, largest_fitting
 from orchestrator.plan.evolution import grown
 from orchestrator.plan.planning import plan, planned_facts
 from orchestrator.tasks.load import load_task
@@ -60,9 +60,12 @@ def test_the_search_begins_with_the_estimate_of_the_planned_run(monkeypatch: pyt
         batch_probe, "largest_batch", lambda _probe, _limit, estimate, _most: found.append(estimate)
     )
     batch_probe.find_batch(config, chosen, load_task(config), World.single_process("cuda:0"), facts)
-    limit = chosen.memory.limit
-    assert found == [largest_fitting(planned_facts(config, facts, chosen), 2**17, False, limit)]
-    assert found[0] < largest_fitting(facts, 2**17, False, limit)
+
+    def largest(of: ModelFacts) -> int:
+        return largest_fitting(lambda size: estimate_memory(of, size, False, chosen.memory.limit), 2**17)
+
+    assert found == [largest(planned_facts(config, facts, chosen))]
+    assert found[0] < largest(facts)
 
 
 @pytest.mark.parametrize(
