@@ -55,7 +55,9 @@ class TracedCase:
         precision = chosen.precision.value
         hosts = case.workers if case.strategy == "expert_parallel" else 1
         is_fused = not on_gpu or precision == "bf16"
-        options = TraceOptions(on_gpu, precision, is_fused, hosts, chosen.exchange_chunks.value)
+        keeps_copies = chosen.memory.weight_copies > 0
+        chunks = chosen.exchange_chunks.value
+        options = TraceOptions(on_gpu, precision, is_fused, hosts, chunks, keeps_copies=keeps_copies)
         return cls(case, trace_micro_batch(task, case.batch, options), chosen)
 
     def predict(self, calibration: Calibration, imbalance: float = 1.0, drift: float = 1.0) -> StepPrediction:

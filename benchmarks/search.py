@@ -29,6 +29,7 @@ from orchestrator.cli.predict import make_tracer
 from orchestrator.config.settings import Config
 from orchestrator.config.space import Point, Space, Values, point_key
 from orchestrator.config.space_parser import parse_space
+from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.plan.cost.machine import Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
 from orchestrator.plan.cost.scaling import machine_of, parse_cluster
@@ -100,7 +101,9 @@ def cost_model(gpu: str) -> Surface:
     task = load_task(Config.of(task="text", width=512, layers=4, experts=8, sequence_length=256))
     predictions: dict[str, StepPrediction] = {}
     for precision in PRECISIONS:
-        tracer = make_tracer(task, True, precision, precision == "bf16" and gpu == "h200")
+        facts = model_facts(task, "cuda:0", precision)
+        grouped = precision == "bf16" and gpu == "h200"
+        tracer = make_tracer(task, facts, True, precision, grouped, recompute=False)
         for point in space.grid():
             if point["precision"] != precision:
                 continue
@@ -108,7 +111,8 @@ def cost_model(gpu: str) -> Surface:
             machine = machine_of(parse_cluster(f"gpus={workers},gpu={gpu}"))
             strategy = "data_parallel" if workers > 1 else "single"
             parallelism = Parallelism(workers, strategy, point["accumulation_steps"], tf32=True)
-            predictions[point_key(point)] = predict(tracer(point["batch_size"], 1, 1), machine, parallelism)
+            ops = tracer(point["batch_size"], 1, 1, workers == 1)
+            predictions[point_key(point)] = predict(ops, machine, parallelism)
     needed = sorted(prediction.memory.total for prediction in predictions.values())
     limit = needed[int(0.9 * len(needed))]
     scores = {

@@ -4,6 +4,7 @@ of its GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ from orchestrator.plan.cost.devices import known_gpu, short_name
 from orchestrator.plan.cost.machine import Machine, Parallelism
 from orchestrator.plan.cost.model import HOST_OVERHEAD, StepPrediction, predict
 from orchestrator.plan.cost.scaling import ClusterSpec, machine_of
+from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.hardware import Inventory
+from orchestrator.plan.planning import planned_facts
 from orchestrator.types import PrecisionName, seconds_text, speed_text
 
 if TYPE_CHECKING:
@@ -23,9 +26,9 @@ if TYPE_CHECKING:
     from orchestrator.tasks.task import Task
     from orchestrator.train.worker.prepared_run import PreparedRun
 
-Tracer = Callable[[int, int, int], "MicroBatchOps"]
-"""Returns the operations of a micro-batch, for a number of samples, expert hosts, and chunks of
-the token exchange."""
+Tracer = Callable[[int, int, int, bool], "MicroBatchOps"]
+"""Returns the operations of a micro-batch, for a number of samples, expert hosts, chunks of the token
+exchange, and whether one device computes alone."""
 
 _MIN_SHARE = 0.01
 """Parts of a step below this share are not listed."""
@@ -79,21 +82,31 @@ def _trace_plan(prepared: PreparedRun) -> MicroBatchOps:
     # for it.
     capabilities = [gpu.capability for gpu in prepared.inventory.gpus]
     grouped = not on_gpu or (precision == "bf16" and min(capabilities) >= (9, 0))
-    tracer = make_tracer(prepared.task, on_gpu, precision, grouped, plan.activation_checkpointing.value)
-    return tracer(plan.batch_size.value, hosts, plan.exchange_chunks.value)
+    facts = planned_facts(prepared.resolved.config, prepared.facts, plan)
+    recompute = plan.activation_checkpointing.value
+    tracer = make_tracer(prepared.task, facts, on_gpu, precision, grouped, recompute)
+    return tracer(plan.batch_size.value, hosts, plan.exchange_chunks.value, plan.workers.value == 1)
 
 
 def make_tracer(
-    task: Task, on_gpu: bool, precision: PrecisionName, grouped: bool, recompute: bool = False
+    task: Task, facts: ModelFacts, on_gpu: bool, precision: PrecisionName, grouped: bool, recompute: bool
 ) -> Tracer:
-    """Return a function that traces a micro-batch of the task; each combination is traced once."""
+    """Return a function that traces a micro-batch of the task; each combination is traced once.
+
+    ``facts`` have the settings that take or save memory; their copies of weights are those of one device
+    that computes alone."""
     from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 
+    recompute_experts = facts.recomputes_experts
+
     @cache
-    def trace(samples: int, hosts: int, chunks: int) -> MicroBatchOps:
-        return trace_micro_batch(
-            task, samples, TraceOptions(on_gpu, precision, grouped, hosts, chunks, recompute)
+    def trace(samples: int, hosts: int, chunks: int, alone: bool) -> MicroBatchOps:
+        copies = alone and facts.copied_experts > 0
+        options = TraceOptions(
+            on_gpu, precision, grouped, hosts, chunks, recompute, recompute_experts, copies
         )
+        ops = trace_micro_batch(task, samples, options)
+        return replace(ops, moments=facts.moments, averages=facts.averages)
 
     return trace
 

@@ -19,6 +19,7 @@ from orchestrator.cli.predict import Tracer, make_tracer
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
+from orchestrator.plan.compute import with_memory_settings, with_weight_copies
 from orchestrator.plan.cost.devices import known_gpu, short_name
 from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
 from orchestrator.plan.cost.model import HOST_OVERHEAD, predicted_memory
@@ -33,6 +34,7 @@ from orchestrator.plan.cost.scaling import (
     parse_cluster,
     scaling_rows,
 )
+from orchestrator.plan.estimate import ModelFacts
 from orchestrator.types import PrecisionName, bytes_text, seconds_text, speed_text
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ _STRONG_MICRO_BATCHES = 64
 """Micro-batches of the global batch of strong scaling, if no global batch was asked for."""
 _FILE_COLUMNS = 150
 """Width of the table if the output is not a terminal."""
+_DEVICE = "cuda:0"
 _MIN_SHARE = 0.02
 """Parts of a step below this share are not listed."""
 
@@ -68,7 +71,7 @@ def show_cluster(
         machine, source = _cluster_machine(spec, calibration)
         planned = plan_on_cluster(resolved, task, spec, machine, source)
         recompute = planned.prepared.plan.activation_checkpointing.value
-        job = _cluster_job(resolved.config, task, spec, machine, recompute)
+        job = _cluster_job(resolved.config, task, planned.prepared.facts, spec, machine, recompute)
         rows = scaling_rows(job, machine)
     from orchestrator.train.worker.prepared_run import plan_json
 
@@ -135,11 +138,14 @@ def cluster_rows(
     config: Config, spec: ClusterSpec, calibration: Path | None = None
 ) -> tuple[list[ScalingRow], str]:
     """Return the rows of the table, and the source of the device's figures."""
+    from orchestrator.measure.tracing.model_facts import model_facts
     from orchestrator.tasks.load import load_task
 
+    task = load_task(config)
     machine, source = _cluster_machine(spec, calibration)
+    facts = model_facts(task, _DEVICE, _precision(config, known_gpu(spec.gpu).capability))
     recompute = config.device.activation_checkpointing == "on"
-    job = _cluster_job(config, load_task(config), spec, machine, recompute)
+    job = _cluster_job(config, task, facts, spec, machine, recompute)
     return scaling_rows(job, machine), source
 
 
@@ -153,14 +159,16 @@ def _cluster_machine(spec: ClusterSpec, calibration: Path | None) -> tuple[Machi
 
 
 def _cluster_job(
-    config: Config, task: Task, spec: ClusterSpec, machine: Machine, recompute: bool
+    config: Config, task: Task, facts: ModelFacts, spec: ClusterSpec, machine: Machine, recompute: bool
 ) -> ScalingJob:
     from orchestrator.measure.tracing.step_trace import experts_of
 
     gpu = known_gpu(spec.gpu)
     precision = _precision(config, gpu.capability)
     grouped = precision == "bf16" and gpu.capability >= (9, 0)
-    tracer = make_tracer(task, True, precision, grouped, recompute)
+    facts = with_memory_settings(config, facts)
+    alone = with_weight_copies(config, facts, 1, _DEVICE, precision)
+    tracer = make_tracer(task, alone, True, precision, grouped, recompute)
     batch = config.batch.batch_size
     if not isinstance(batch, int):
         batch = _largest_fitting_batch(tracer, machine.device, config.batch.gpu_memory_fraction)
@@ -189,7 +197,7 @@ def _largest_fitting_batch(tracer: Tracer, device: DeviceCosts, memory_fraction:
     """Return the largest power of two, up to a limit, whose step fits into the memory."""
     batch = _MAX_DEFAULT_BATCH
     limit = memory_fraction * device.memory_bytes
-    while batch > 1 and predicted_memory(tracer(batch, 1, 1), device, Parallelism()).total > limit:
+    while batch > 1 and predicted_memory(tracer(batch, 1, 1, False), device, Parallelism()).total > limit:
         batch //= 2
     return batch
 

@@ -125,6 +125,30 @@ def test_a_calibration_of_the_gpu_is_preferred_to_its_data_sheet(tmp_path: Path)
     assert measured[0][0].predicted.step_seconds != known[0][0].predicted.step_seconds
 
 
+def test_predictions_count_the_same_state_as_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """One H200: copies of large experts in bf16, the moments of the optimizer, and an average."""
+    sizes = "--task synthetic --width 512 --layers 2 --experts 8 --expert-hidden-size 1024 --vocabulary 64"
+    flags = f"{sizes} --samples 64 --batch-size 64 --evolution off --cluster gpu=h200 --json".split()
+
+    def of_plan_step_and_table(*more: str) -> list[dict[str, float]]:
+        assert main(["plan", *flags, *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        table = next(row for row in found["rows"] if row["kind"] == "weak" and row["devices"] == 1)
+        return [found["memory"], found["predicted"]["memory"], table["memory"]]
+
+    plain = of_plan_step_and_table("--precision", "bf16")
+    assert {memory["weight_copies"] for memory in plain} == {2 * 2 * 8 * 3 * 512 * 1024}
+    assert {memory["average"] for memory in plain} == {0}
+    averaged = of_plan_step_and_table("--precision", "bf16", "--ema-decay", "0.99", "--optimizer", "sgd")
+    for memory in averaged:
+        assert memory["weight_copies"] == 0, "only our AdamW writes copies"
+        assert memory["average"] > 0
+        assert memory["optimizer"] == pytest.approx(memory["average"]), "SGD has one moment"
+    recomputed = of_plan_step_and_table("--precision", "bf16", "--recompute-experts")
+    for before, after in zip(plain, recomputed, strict=True):
+        assert after["activations"] < before["activations"]
+
+
 def test_a_plan_for_a_cluster_that_is_too_small_names_one_that_would_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -7,14 +7,14 @@ cluster does not depend on the machine that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.bank import ExpertBank
@@ -23,7 +23,12 @@ from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.measure.tracing.repeated_blocks import trace_few_blocks
 from orchestrator.measure.tracing.repeated_ops import TracedOps, all_blocks
-from orchestrator.measure.tracing.traced_experts import divide_experts, record_experts
+from orchestrator.measure.tracing.traced_experts import (
+    NO_COPIES,
+    copies_of_stacks,
+    divide_experts,
+    record_experts,
+)
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import as_loss, build_checked_model
@@ -47,6 +52,11 @@ class TraceOptions:
     hosts: int = 1
     chunks: int = 1
     recompute: bool = False
+    """Blocks are recomputed in the backward pass."""
+    recompute_experts: bool = False
+    """Experts are, where blocks are not."""
+    keeps_copies: bool = False
+    """The optimizer keeps copies of large experts' weights in bf16."""
 
 
 def trace_micro_batch(task: Task, samples: int, options: TraceOptions | None = None) -> MicroBatchOps:
@@ -63,13 +73,16 @@ def trace_micro_batch(task: Task, samples: int, options: TraceOptions | None = N
         model.train()
         recorder = OpRecorder(options.on_gpu)
         context = divide_experts(model, options.hosts, options.chunks, recorder)
-        record_experts(model, options.grouped, recorder)
+        copies = copies_of_stacks(model) if options.keeps_copies else NO_COPIES
+        record_experts(model, options.grouped, recorder, copies)
+        for _, layer in moe_layers(model):
+            layer.bank.recomputes = options.recompute_experts and not options.recompute
         if options.recompute:
             recompute_blocks(model, context)
         if options.on_gpu:
             stack.enter_context(emulated_gpu(options.precision, recorder))
-        recorder.ignore_memory_of([*model.parameters(), *model.buffers()])
-        run = _StepRun(task, model, to_fake(mode, batch, _CPU), samples, options.precision, recorder)
+        recorder.ignore_memory_of([*model.parameters(), *model.buffers(), *copies.values()])
+        run = _StepRun(task, model, to_fake(mode, batch, _CPU), samples, options.precision, recorder, copies)
         ops = run.trace()
     parameters = list(model.parameters())
     own_experts = _expert_parameters(model) if options.hosts > 1 else []
@@ -85,6 +98,7 @@ def trace_micro_batch(task: Task, samples: int, options: TraceOptions | None = N
         frozen_bytes=sum(p.nbytes for p in frozen),
         frozen_expert_bytes=sum(p.nbytes for p in frozen_experts),
         tensors=sum(1 for p in parameters if p.requires_grad),
+        copied=sum(copy.numel() for copy in copies.values()),
     )
 
 
@@ -98,18 +112,20 @@ class _StepRun:
     samples: int
     precision: PrecisionName
     recorder: OpRecorder
+    copies: Mapping[Tensor, Tensor]
+    """Copies that are trained in place of parameters."""
 
     def trace(self) -> MicroBatchOps:
         """Return the operations of a pass over all blocks."""
-        parameters = list(self.model.parameters())
-        block_parameters = _trained_in_blocks(self.model)
+        parameters = [self.copies.get(p, p) for p in self.model.parameters()]
+        block_parameters = [self.copies.get(p, p) for p in _trained_in_blocks(self.model)]
         for parameter in block_parameters:
             parameter.register_post_accumulate_grad_hook(self.recorder.record_gradient)
         gradient_bytes = sum(parameter.nbytes for parameter in block_parameters)
         combine = partial(all_blocks, gradient_bytes=gradient_bytes)
         return trace_few_blocks(self.model, lambda: self._run(parameters), combine).ops
 
-    def _run(self, parameters: Sequence[nn.Parameter]) -> TracedOps:
+    def _run(self, parameters: Sequence[Tensor]) -> TracedOps:
         # Of all parameters: those of blocks that are left out have gradients of an earlier pass.
         for parameter in parameters:
             parameter.grad = None

@@ -26,11 +26,13 @@ from experts.model import attach, place
 from experts.routed import RoutedExperts
 from experts.tokens.exchange import Exchange, LocalExchange, Meter, PendingRows
 from orchestrator.measure.tracing.op_recorder import OpRecorder
+from orchestrator.train.parts.weight_copies import copied_stacks
 
 _CPU = torch.device("cpu")
 _OFFSET_OPERATIONS = 8  # small operations of a grouped product: sums and checks of its offsets
 _COUNT_BYTES = 8
 _COUNT_ALIGNMENT = 64  # counts
+NO_COPIES: Mapping[Tensor, Tensor] = {}
 
 
 def divide_experts(model: nn.Module, hosts: int, chunks: int, recorder: OpRecorder) -> MoEContext:
@@ -49,10 +51,20 @@ def divide_experts(model: nn.Module, hosts: int, chunks: int, recorder: OpRecord
     return context
 
 
-def record_experts(model: nn.Module, grouped: bool, recorder: OpRecorder) -> None:
-    """Replace the computation of the model's experts by records of their products."""
+def copies_of_stacks(model: nn.Module) -> dict[Tensor, Tensor]:
+    """Return copies in bf16 of the stacks that an optimizer keeps copies of; see ``WeightCopies``."""
+    stacks = [stack for _, _, stack in copied_stacks(model)]
+    return {stack: stack.detach().to(torch.bfloat16).requires_grad_() for stack in stacks}
+
+
+def record_experts(
+    model: nn.Module, grouped: bool, recorder: OpRecorder, copies: Mapping[Tensor, Tensor] = NO_COPIES
+) -> None:
+    """Replace the computation of the model's experts by records of their products.
+
+    ``copies`` are computed with in place of their stacks, which are not cast then."""
     for _, layer in moe_layers(model):
-        layer.bank._compute = partial(_record_bank, layer.bank, grouped, recorder)  # pyright: ignore[reportAttributeAccessIssue]
+        layer.bank._compute = partial(_record_bank, layer.bank, grouped, recorder, copies)  # pyright: ignore[reportAttributeAccessIssue]
         if layer.capacity is not None:
             layer.register_forward_pre_hook(partial(_record_capacity, recorder))
 
@@ -148,6 +160,7 @@ def _record_bank(
     bank: ExpertBank,
     grouped: bool,
     recorder: OpRecorder,
+    copies: Mapping[Tensor, Tensor],
     group: SizeClass,
     rows_RD: Tensor,
     counts_E: Tensor,
@@ -156,7 +169,8 @@ def _record_bank(
     """Record the products of a bank, with the rows split evenly over its experts. Takes the place
     of its ``_compute``."""
     dtype = rows_RD.dtype
-    weights = {role: bank.get_parameter(f"{role}_{group.hidden}").to(dtype) for role in bank.form.roles}
+    stacks = {role: bank.get_parameter(f"{role}_{group.hidden}") for role in bank.form.roles}
+    weights = {role: copies.get(stack, stack).to(dtype) for role, stack in stacks.items()}
     fused = grouped and grouped_works(_CPU, dtype, bank.width, group.hidden)
     if (
         not fused or len(bank.classes) > 1

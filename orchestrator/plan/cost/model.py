@@ -19,7 +19,7 @@ from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
 from orchestrator.plan.cost.op_costs import attention_seconds, move_seconds, product_seconds
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.plan.cost.traffic import traffic_seconds
-from orchestrator.plan.estimate import MemoryEstimate
+from orchestrator.plan.estimate import MemoryEstimate, saved_gradient_bytes, weight_copy_bytes
 
 PARTS: tuple[str, ...] = (
     "compute",
@@ -185,16 +185,21 @@ def _compute_seconds(
 def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Parallelism) -> MemoryEstimate:
     """Return weights, moments, and the most that is alive next to them; gradients are shown
     separately."""
-    gradients = 4.0 * ops.trained
+    short_gradients = saved_gradient_bytes(ops.copied)
+    gradients = 4.0 * ops.trained - short_gradients
     # Expert-parallel hosts reduce gradients in buckets, which are copies.
     bucketed = parallelism.devices > 1 and parallelism.strategy == "expert_parallel"
     copies = ops.gradient_bytes if bucketed else 0.0
-    alive = max(ops.peak_bytes, gradients)
+    activations = max(ops.peak_bytes, gradients) - gradients
+    # Passes of one step are summed in fp32.
+    summed = short_gradients if parallelism.micro_batches > 1 else 0.0
     return MemoryEstimate(
         parameters=ops.weight_bytes,
-        gradients=gradients + copies,
-        optimizer=8.0 * ops.trained,
-        activations=alive - gradients + device.reserved_bytes,
+        weight_copies=weight_copy_bytes(ops.copied),
+        gradients=gradients + summed + copies,
+        optimizer=4.0 * ops.trained * ops.moments,
+        average=4.0 * ops.trained * ops.averages,
+        activations=activations + device.reserved_bytes,
         gate=0.0,
         limit=device.memory_bytes,
     )

@@ -128,6 +128,12 @@ class MicroBatchOps:
     """Bytes of the ``frozen_experts``."""
     tensors: int = 0
     """Parameter tensors of the optimizer."""
+    copied: int = 0
+    """Trained parameters with a kept copy in bf16. The peak has their gradients in the type of the copies."""
+    moments: float = 2.0
+    """Tensors of the optimizer's state for each trained parameter."""
+    averages: float = 0.0
+    """Averages of the weights (EMA) for each trained parameter."""
     peak_bytes: float = 0.0
     """Most bytes alive at once apart from parameters and optimizer state: batch, activations and
     gradients."""

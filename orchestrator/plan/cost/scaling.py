@@ -138,9 +138,9 @@ def machine_of(spec: ClusterSpec, measured: DeviceCosts | None = None) -> Machin
 class ScalingJob:
     """The training job of a scaling table."""
 
-    trace: Callable[[int, int, int], MicroBatchOps]
-    """Return the operations of a micro-batch, from its samples, the hosts of the experts, and the
-    chunks."""
+    trace: Callable[[int, int, int, bool], MicroBatchOps]
+    """Return the operations of a micro-batch, from its samples, the hosts of the experts, the chunks, and
+    whether one device computes alone."""
     micro_batch: int
     global_batch: int
     experts: int
@@ -228,7 +228,7 @@ def _predict_row(
     # Experts that do not divide evenly are already in the operations, which are those of the
     # device with the most.
     imbalance = IMBALANCE if divided else 1.0
-    ops = job.trace(batch, devices if divided else 1, chunks)
+    ops = job.trace(batch, devices if divided else 1, chunks, devices == 1)
     parallelism = Parallelism(
         devices=devices,
         strategy=strategy if devices > 1 else "single",

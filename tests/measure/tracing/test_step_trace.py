@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_ba
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Task, TensorData
+from orchestrator.train.parts import adamw
 
 ON_GPU = TraceOptions(on_gpu=True, precision="bf16")
 ONE_BY_ONE = TraceOptions(grouped=False)
@@ -189,6 +191,40 @@ def test_recomputation_has_more_arithmetic_and_less_memory() -> None:
     recomputed = traced(TraceOptions(recompute=True), 8, **settings)
     assert saved.flops < recomputed.flops < 1.4 * saved.flops
     assert recomputed.peak_bytes < 0.8 * saved.peak_bytes
+
+
+def test_recomputed_experts_have_their_forward_products_twice_and_less_memory() -> None:
+    settings: dict[str, Any] = {"layers": 3, **SMALL_MOE, "expert_hidden_size": 256}
+    saved = traced(TraceOptions(), 64, **settings)
+    recomputed = traced(TraceOptions(recompute_experts=True), 64, **settings)
+    forward = {"nn": 2, "nt": 1, "tn": 1}
+    before = product_shapes(saved, of_experts=True)
+    assert product_shapes(recomputed, of_experts=True) == {
+        shape: times * forward[shape[3]] for shape, times in before.items()
+    }
+    assert product_shapes(recomputed) == product_shapes(saved)
+    assert recomputed.peak_bytes < 0.8 * saved.peak_bytes
+
+
+def test_experts_of_recomputed_blocks_are_recomputed_once() -> None:
+    settings: dict[str, Any] = {"layers": 3, **SMALL_MOE}
+    blocks = traced(TraceOptions(recompute=True), 16, **settings)
+    assert traced(TraceOptions(recompute=True, recompute_experts=True), 16, **settings) == blocks
+
+
+def test_kept_copies_are_neither_cast_nor_alive_as_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four experts of 3 x 32 x 24 weights in each of two layers: 18,432 of the trained parameters."""
+    settings: dict[str, Any] = {"layers": 2, **SMALL_MOE}
+    cast = traced(ON_GPU, 512, **settings)
+    monkeypatch.setattr(adamw, "LARGE", 1)
+    kept = traced(replace(ON_GPU, keeps_copies=True), 512, **settings)
+    weights = 2 * 4 * 3 * 32 * 24
+    assert (cast.copied, kept.copied) == (0, weights)
+    assert kept.products == cast.products
+    # Forward: fp32 read and bf16 written. Backward: the other way round.
+    assert moved_bytes(cast) - moved_bytes(kept) == 2 * (4 + 2) * weights
+    # With many samples, the peak is where the backward pass begins: the copies of all layers are alive.
+    assert cast.peak_bytes - kept.peak_bytes == 2 * weights
 
 
 def test_recomputation_over_several_hosts_exchanges_tokens_once() -> None:

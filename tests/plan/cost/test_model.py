@@ -176,6 +176,21 @@ def test_memory_holds_weights_moments_and_the_peak():
     assert not predict(OPS, machine(memory_bytes=1e4)).memory.fits
 
 
+@pytest.mark.parametrize(("passes", "gradients"), [(1, 4 * 1000 - 2 * 600), (2, 4000)])
+def test_copies_of_weights_are_counted_with_their_gradients(passes: int, gradients: int):
+    """600 of 1,000 parameters have copies in bf16. Gradients of one pass have their type."""
+    ops = replace(OPS, copied=600, peak_bytes=8000.0)
+    memory = predict(ops, machine(), Parallelism(micro_batches=passes)).memory
+    assert memory.weight_copies == 1200
+    assert memory.gradients == gradients
+    assert memory.activations == 8000 - (4 * 1000 - 2 * 600)
+
+
+def test_the_state_of_the_optimizer_and_an_average_are_counted():
+    memory = predict(replace(OPS, moments=1.0, averages=1.0), machine()).memory
+    assert (memory.optimizer, memory.average) == (4000.0, 4000.0)
+
+
 def test_frozen_weights_take_the_bytes_that_they_are_stored_in():
     """900 of 1,000 parameters are frozen in two bytes; 600 of these are in experts of this device."""
     ops = replace(OPS, frozen=900, frozen_bytes=1800, expert_parameters=650)

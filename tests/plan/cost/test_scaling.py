@@ -73,8 +73,9 @@ def test_faster_links_shorten_the_step():
 def test_a_table_of_four_thousand_devices_is_fast_and_loses_efficiency():
     experts = ProductOp(10, 20, 30, batch=64, of_experts=True)
 
-    def trace(samples: int, hosts: int, chunks: int) -> MicroBatchOps:
+    def trace(samples: int, hosts: int, chunks: int, alone: bool) -> MicroBatchOps:
         assert chunks in (1, 2)
+        assert not (alone and hosts > 1)
         local_experts = replace(experts, batch=-(-64 // hosts))
         return replace(OPS, samples=samples, products=(*OPS.products, local_experts), parameters=10**6)
 
@@ -97,10 +98,10 @@ def test_a_table_of_four_thousand_devices_is_fast_and_loses_efficiency():
 )
 def test_experts_are_divided_among_the_devices_of_expert_parallel_rows_alone(tokens: int, chunks: int):
     """Large micro-batches are exchanged in two chunks, from two samples of so many tokens on."""
-    traced: list[tuple[int, int, int]] = []
+    traced: list[tuple[int, int, int, bool]] = []
 
-    def trace(samples: int, hosts: int, chunks: int) -> MicroBatchOps:
-        traced.append((samples, hosts, chunks))
+    def trace(samples: int, hosts: int, chunks: int, alone: bool) -> MicroBatchOps:
+        traced.append((samples, hosts, chunks, alone))
         return replace(OPS, samples=samples)
 
     job = ScalingJob(trace, micro_batch=2, global_batch=8, experts=3, tokens_per_sample=tokens, tf32=False)
@@ -115,7 +116,7 @@ def test_experts_are_divided_among_the_devices_of_expert_parallel_rows_alone(tok
         ("strong", "data_parallel", 4, 2, 1),
         ("strong", "expert_parallel", 2, 2, 2),
     ]
-    of_one_kind = [(2, 1, 1)] * 4 + [(2, 2, chunks)]
+    of_one_kind = [(2, 1, 1, True)] * 2 + [(2, 1, 1, False)] * 2 + [(2, 2, chunks, False)]
     assert traced == of_one_kind * 2, "the first is the base of the speed-ups"
 
 
