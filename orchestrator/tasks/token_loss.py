@@ -82,7 +82,10 @@ class _TokenLoss(torch.autograd.Function):
     ) -> Tensor:
         # A compiler would move the gradients to the backward pass, and keep all logits until then.
         compute = _opaque_gradients if torch.compiler.is_compiling() else _gradients
-        total, d_hidden_TD, d_output_VD = compute(hidden_TD.to(dtype), output_VD.to(dtype), targets_T)
+        is_trained = output_VD.requires_grad
+        total, d_hidden_TD, d_output_VD = compute(
+            hidden_TD.to(dtype), output_VD.to(dtype), targets_T, is_trained
+        )
         ctx.save_for_backward(d_hidden_TD, d_output_VD)
         ctx.dtypes = hidden_TD.dtype, output_VD.dtype
         return total
@@ -91,41 +94,55 @@ class _TokenLoss(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None]:
         d_hidden_TD, d_output_VD = ctx.saved_tensors
         hidden_dtype, output_dtype = ctx.dtypes
         d_hidden_TD = (d_hidden_TD * grads[0]).to(hidden_dtype)
+        if not ctx.needs_input_grad[1]:
+            return d_hidden_TD, None, None, None
         return d_hidden_TD, (d_output_VD * grads[0]).to(output_dtype), None, None
 
 
-def _gradients(hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, and its gradients by the hidden states and by the output matrix."""
+def _gradients(
+    hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor, is_trained: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, and its gradients by the hidden states and by the output matrix.
+
+    The latter is empty unless the output matrix ``is_trained``: beside adapters it is frozen."""
     wide = _wide(hidden_TD.dtype)
     total = hidden_TD.new_zeros((), dtype=wide)
     d_hidden_CDs: list[Tensor] = []
     # Chunks are summed in full: each of them is rounded once, as the gradient of all tokens would be.
-    d_output_VD = torch.zeros_like(output_VD, dtype=wide)
+    d_output_VD = _empty_gradient(output_VD, is_trained).zero_()
     for hidden_CD, targets_C in _chunks(hidden_TD, output_VD, targets_T):
         loss_C, d_logits_CV = _loss_and_gradient(hidden_CD @ output_VD.T, targets_C)
         total += loss_C.sum()
         d_hidden_CDs.append(d_logits_CV @ output_VD)
-        d_output_VD += d_logits_CV.T @ hidden_CD
+        if is_trained:
+            d_output_VD += d_logits_CV.T @ hidden_CD
     return total, torch.cat(d_hidden_CDs), d_output_VD
 
 
 @torch.library.custom_op("orchestrator::token_loss", mutates_args=())
 def _opaque_gradients(
-    hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor
+    hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor, is_trained: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(hidden_TD, output_VD, targets_T)
+    return _gradients(hidden_TD, output_VD, targets_T, is_trained)
 
 
 @_opaque_gradients.register_fake
-def _(hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor, is_trained: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     del targets_T
-    wide = _wide(hidden_TD.dtype)
-    total = hidden_TD.new_empty((), dtype=wide)
-    return total, torch.empty_like(hidden_TD), torch.empty_like(output_VD, dtype=wide)
+    total = hidden_TD.new_empty((), dtype=_wide(hidden_TD.dtype))
+    return total, torch.empty_like(hidden_TD), _empty_gradient(output_VD, is_trained)
+
+
+def _empty_gradient(output_VD: Tensor, is_trained: bool) -> Tensor:
+    """Return memory for the gradient of the output matrix: none if it is frozen."""
+    wide = _wide(output_VD.dtype)
+    return torch.empty_like(output_VD, dtype=wide) if is_trained else output_VD.new_empty(0, dtype=wide)
 
 
 def _chunks(hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

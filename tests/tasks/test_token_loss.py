@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from orchestrator.config.settings import Config
 from orchestrator.tasks import token_loss as module
@@ -46,6 +47,27 @@ def test_loss_and_gradients_are_those_of_whole_logits(dtype: torch.dtype, factor
     torch.testing.assert_close(found.sum, expected, rtol=tolerance, atol=tolerance)
     for gradient, other in zip(found_gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, other, rtol=tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_frozen_output_matrix_costs_no_gradient(compiled: bool) -> None:
+    """Beside adapters it is frozen: its gradient would be as large as the matrix, in fp32."""
+    hidden_TD, output_VD, targets_T = make_inputs(torch.float64)
+    expected = F.cross_entropy(hidden_TD @ output_VD.T, targets_T, reduction="sum")
+    (expected_gradient,) = torch.autograd.grad(expected, hidden_TD)
+    output_VD.requires_grad_(False)
+
+    def loss(hidden: Tensor) -> Tensor:
+        return token_loss(hidden, output_VD, targets_T).sum
+
+    compute = torch.compile(loss, backend="aot_eager") if compiled else loss
+    with FlopCounterMode(display=False) as flops:
+        found = compute(hidden_TD)
+    (gradient,) = torch.autograd.grad(found, hidden_TD)
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+    if not compiled:
+        assert flops.get_total_flops() == 2 * 2 * TOKENS * VOCABULARY * WIDTH, "logits, and their gradient"
 
 
 def test_products_are_those_of_autocast_and_the_loss_is_fp32() -> None:
