@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from experts.host_copy import to_host
-from orchestrator.train.step.totals import Totals
+from orchestrator.train.step.totals import Totals, check_metric_names
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ def fetch_figures(pending: list[PendingStep]) -> list[StepFigures]:
     """Copy the figures of several steps to the host: one transfer, and one kernel per figure."""
     totals = [entry.totals for entry in pending]
     metric_names = list(totals[0].metrics)
+    for each in totals:
+        check_metric_names(each.metrics, metric_names)
     columns: list[list[Any]] = [[t.loss for t in totals], [t.norm for t in totals]]
     columns += [[t.metrics[name] for t in totals] for name in metric_names]
     # A count is a tensor on the device, or an int that the host knows already.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss
 from orchestrator.train.parts.world import World
 from orchestrator.train.requests import NO_VOTES
@@ -62,6 +63,7 @@ class Totals:
 
     def plus(self, other: Totals) -> Totals:
         """Add the sums of another micro-batch."""
+        check_metric_names(other.metrics, self.metrics)
         return Totals(
             loss=self.loss + other.loss,
             count=self.count + other.count,
@@ -158,12 +160,9 @@ class TotalsReducer:
         names = self._metrics or []
         if totals is None:
             return torch.zeros(2 + len(names) + sum(self._num_experts), dtype=torch.float64, device=device)
-        if list(totals.metrics) != names:
-            raise ValueError(
-                f"the loss has metrics {list(totals.metrics)}; it began with {names}: "
-                "name the same ones for every batch"
-            )
-        scalars = [totals.loss, totals.count, *totals.metrics.values()]
+        check_metric_names(totals.metrics, names)
+        # In the order of all workers: a loss may name its metrics in another one.
+        scalars = [totals.loss, totals.count, *(totals.metrics[name] for name in names)]
         loads = [load.to(device, torch.float64) for load in totals.loads]
         return torch.cat([_as_vector(value, device) for value in scalars] + loads)
 
@@ -176,6 +175,19 @@ class TotalsReducer:
             by_layer = vector[num_scalars:].split(self._num_experts)
             loads = tuple(load.to(torch.int64) for load in by_layer)
         return Totals(loss, count, dict(zip(names, metrics, strict=True)), loads, samples=0)
+
+
+def check_metric_names(found: Collection[str], first: Collection[str]) -> None:
+    """Refuse a loss whose metrics are others than those of an earlier batch: they are summed by name."""
+    if set(found) != set(first):
+        raise UserError(
+            f"the task's loss has the metrics {_listed(found)} for a batch, and had {_listed(first)} for an "
+            "earlier one; return the same names for every batch, with zeros where there is nothing to count"
+        )
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def _to_device(values: Sequence[float], device: torch.device) -> Tensor:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.step.pending import PendingStep, fetch_figures
 from orchestrator.train.step.totals import Totals, TotalsReducer
 from tests.support.ranks import run_ranks
 
@@ -34,6 +36,11 @@ def summary(totals: Totals) -> list[Any]:
     loads = [load_E.tolist() for load_E in totals.loads]
     metrics = {name: float(value) for name, value in totals.metrics.items()}
     return [float(totals.loss), float(totals.count), metrics, loads, totals.samples]
+
+
+def pending(totals: Totals) -> PendingStep:
+    totals.norm = torch.tensor(1.0)
+    return PendingStep(step=0, epoch=0, lr=0.1, seconds=1.0, totals=totals)
 
 
 def test_a_weight_scales_the_loss_and_nothing_else() -> None:
@@ -97,8 +104,25 @@ def test_other_metrics_than_at_first_are_refused() -> None:
     reduce_totals = TotalsReducer(World.single_process(), "totals")
     reduce_totals(make_totals(), 1)
     other = Totals.from_loss(Loss(torch.tensor(1.0), 1, {"correct": torch.tensor(1.0)}), 1.0, 1, copy=False)
-    with pytest.raises(ValueError, match=r"the loss has metrics \['correct'\]; it began with"):
+    answer = "has the metrics correct for a batch, and had correct, wrong for an earlier one"
+    with pytest.raises(UserError, match=answer):
         reduce_totals(other, 1)
+    with pytest.raises(UserError, match=answer):
+        make_totals().plus(other)
+    with pytest.raises(UserError, match="has the metrics correct, wrong for a batch, and had correct for"):
+        other.plus(make_totals())
+    with pytest.raises(UserError, match=answer):
+        fetch_figures([pending(make_totals()), pending(other)])
+
+
+def test_metrics_may_come_in_another_order() -> None:
+    totals = make_totals()
+    turned = make_totals(10)
+    turned.metrics = dict(reversed(turned.metrics.items()))
+    reduce_totals = TotalsReducer(World.single_process(), "totals")
+    reduce_totals(totals, 1)
+    assert summary(reduce_totals(turned, 10))[2] == {"correct": 30.0, "wrong": 10.0}
+    assert summary(totals.plus(turned))[2] == {"correct": 33.0, "wrong": 11.0}
 
 
 def reduce_on_rank(rank: int, size: int, store_path: str) -> list[Any]:
