@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward over its micro-batches, a reduction over the workers, one
 update.
 
-A step that runs out of memory is repeated with smaller passes (``step_recovery``): with the same samples,
+A step that runs out of memory is repeated with smaller passes (``step/recovery``): with the same samples,
 the same randomness and the same global batch.
 """
 

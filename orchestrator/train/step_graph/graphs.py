@@ -57,7 +57,8 @@ class StepGraphs:
         emit: Emit,
         required: bool = False,
     ) -> None:
-        """``required`` if the user asked for graphs: a step that cannot be captured is an error then."""
+        """``required`` if the user asked for graphs: an obstacle that is known before the capture is an error
+        then."""
         self.is_on = True
         self._recorder = recorder
         self._optimizer = optimizer

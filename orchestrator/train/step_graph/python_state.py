@@ -1,9 +1,9 @@
 """State in Python that a step reads: a graph repeats the work for the values of its capture.
 
 So a graph is right only while these values stay: attributes of the task and of modules, entries of their
-lists and dicts, attributes of the task's own objects, states of its random generators, the settings of the
-optimizer. Tensors on the device of the model may change in place. Tensors of the host may not: kernels were
-launched with their values."""
+lists, dicts, sets and small arrays, attributes of the task's own objects, states of its random generators,
+the settings of the optimizer. Tensors on the device of the model may change in place. Tensors of the host
+may not: kernels were launched with their values."""
 
 from __future__ import annotations
 
@@ -100,6 +100,9 @@ class PythonState:
             return None if is_on_device or value.is_inference() else (value._version,)
         if isinstance(value, _GENERATORS):
             return (_generator_state(value),)
+        if isinstance(value, np.ndarray):
+            # A longer one counts by its identity, as the entries of a longer list do.
+            return (value.shape, value.tobytes()) if value.size <= _MAX_ENTRIES else None
         entries = _entries(value) if depth < _MAX_DEPTH else None
         if entries is None:
             return None
@@ -108,7 +111,7 @@ class PythonState:
         return tuple((key, self._entry_content(entry, depth)) for key, entry in entries)
 
     def _entry_content(self, entry: Any, depth: int) -> Any:
-        return entry if _is_plain(entry) else (_Same(entry), self._content(entry, depth + 1))
+        return (type(entry), entry) if _is_plain(entry) else (_Same(entry), self._content(entry, depth + 1))
 
 
 def find_hook(model: nn.Module) -> str | None:
@@ -174,7 +177,8 @@ def _entries(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, list | tuple | deque):
         return list(enumerate(value))
     if isinstance(value, set | frozenset):
-        return [(len(value), None)]
+        # A set has no order, so it is compared as a whole.
+        return [(frozenset(value) if len(value) <= _MAX_ENTRIES else len(value), None)]
     if isinstance(value, nn.Module | torch.Tensor) or (type(value).__module__ + ".").startswith(_OURS):
         return None
     attributes = getattr(value, "__dict__", None)

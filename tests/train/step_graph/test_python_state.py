@@ -24,6 +24,9 @@ class _Task:
         self.counter = SimpleNamespace(step=0)
         self.nested = {"inner": {"steps": [1, 2]}}
         self.seen = {1}
+        self.kept = {"a", "b"}
+        self.switches: list[Any] = [True]
+        self.weights = np.ones(3)
         self.running = torch.zeros(3)
         self.random = random.Random(0)
         self.rng = np.random.default_rng(0)
@@ -33,6 +36,11 @@ class _Task:
 
 def _replace_feature(task: _Task) -> None:
     task.features["old"] = torch.ones(2)
+
+
+def _swap_kept(task: _Task) -> None:
+    task.kept.remove("a")
+    task.kept.add("c")
 
 
 def _set(name: str, value: Any) -> Callable[[_Task], None]:
@@ -46,6 +54,9 @@ CHANGES: dict[str, Callable[[_Task], Any]] = {
     "task.counter": lambda task: setattr(task.counter, "step", 1),
     "task.nested": lambda task: task.nested["inner"]["steps"].append(3),
     "task.seen": lambda task: task.seen.add(2),
+    "task.kept": _swap_kept,
+    "task.switches": lambda task: task.switches.__setitem__(0, 1),
+    "task.weights": lambda task: task.weights.__setitem__(0, 2.0),
     "the list of attributes of task": _set("new", 1),
     "task.running": _set("running", torch.ones(3)),
     "task.random": lambda task: task.random.random(),
