@@ -38,8 +38,9 @@ _STUCK_S = 120.0
 _PROGRESS_S = 1.0
 """Processor seconds of all workers together that count as progress; a worker that hangs uses hardly any."""
 _POLL_S = 0.2
-_GROUP_TIMEOUT_S = 3600.0
-"""A worker may wait long for a slow one: ``_STUCK_S`` ends both where neither computes."""
+_GROUP_TIMEOUT_S = {"gloo": 3600.0, "nccl": 600.0}
+"""A worker may wait long for a slow one: ``_STUCK_S`` ends both where neither computes. One that waits in
+NCCL keeps its processor busy, which looks like progress, so that its group must end it."""
 
 
 def calibrate(
@@ -186,7 +187,7 @@ def run_worker(job: dict[str, Any]) -> None:
     backend = "nccl" if scope.on_gpu else "gloo"
     torch.set_num_threads(threads)
     store = file_store(str(folder / "store"), size)
-    with process_group_world(store, rank, size, device, backend, _GROUP_TIMEOUT_S) as world:
+    with process_group_world(store, rank, size, device, backend, _GROUP_TIMEOUT_S[backend]) as world:
         kind: LinkKind = "nvlink" if scope.on_gpu else "shared memory"
         links = measured_links(world, kind)
         world.barrier()
