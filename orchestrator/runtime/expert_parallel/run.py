@@ -391,6 +391,8 @@ class ExpertParallelRun:
     def _saved_steps(self) -> list[int]:
         link = self._assignment.link
         if link is not None:
+            # One failed listing must not count as no checkpoint: the hosts would go on from older
+            # snapshots, and unpublish the checkpoint.
             with suppress(RemoteError):
                 return published_steps(link.url)
             return []  # the hosts could not read a checkpoint either

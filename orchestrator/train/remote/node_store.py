@@ -122,7 +122,7 @@ class NodeStore(CheckpointStore):
 def published_steps(url: str) -> list[int]:
     """Return the steps of the checkpoints of a run in a remote folder. Raises ``RemoteError``."""
     checkpoints = RemoteCheckpoints(RemoteFolder(url) / CHECKPOINTS)
-    return [checkpoint.step for checkpoint in checkpoints.newest_first()]
+    return [checkpoint.step for checkpoint in retried(checkpoints.newest_first)]
 
 
 def _remote_name(folder: Path) -> str:
