@@ -9,12 +9,11 @@ The driver's side is an actor on the driver's node, which writes into the driver
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,8 +21,18 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.record.events import truncate_torn_line, whole_line_bytes
-from orchestrator.record.remote_record import EVENTS, is_needed
+from orchestrator.record.remote_record import EVENTS
 from orchestrator.runtime.failures import cause_of
+from orchestrator.runtime.linked_files import (
+    append,
+    begin_files,
+    events_tail,
+    file_version,
+    piece_end,
+    read_range,
+    run_files,
+    unwritten,
+)
 from orchestrator.storage.folder import is_safe_name
 from orchestrator.storage.local_files import replace_file
 from orchestrator.train.remote.publish_requests import FOLDER as PUBLISH_REQUESTS
@@ -37,7 +46,6 @@ _FLUSH_SECONDS = 5.0
 _LAST_SECONDS = 60.0
 _MAX_PIECE_BYTES = 2**22
 _MAX_FILE_BYTES = 2**26
-_EVENTS_TAIL_BYTES = 2**20
 _NUM_THREADS = 8
 
 _logger = logging.getLogger("orchestrator")
@@ -94,20 +102,24 @@ class FolderServer:
             if is_main:
                 self._writer = writer
                 truncate_torn_line(self._run_dir / EVENTS)
-            files = {name: path.read_bytes() for name, path in _begin_files(self._run_dir)}
-            files[EVENTS] = _tail(self._run_dir / EVENTS)
+            files = {name: path.read_bytes() for name, path in begin_files(self._run_dir)}
+            files[EVENTS] = events_tail(self._run_dir / EVENTS)
             return writer, files | self._read(self._always)
 
     def exchange(self, writer: int, changes: Sequence[Change], wanted: Sequence[str]) -> dict[str, bytes]:
         """Write what has changed, in this order. Return the files that the worker wants, if they exist."""
         with self._lock:
             is_known = writer in self._num_written
-            num_written = self._num_written.setdefault(writer, 0)
+            num_written = self._num_written.get(writer, 0)
             for change in changes:
-                is_new = change.number > num_written if is_known else not self._ends_with(change)
+                is_new = not is_known or change.number > num_written
                 if is_new and is_safe_name(change.name) and self._may_write(writer, change):
-                    self._write(change)
-                self._num_written[writer] = max(change.number, self._num_written[writer])
+                    self._write(change if is_known else self._unwritten(change))
+                num_written = max(change.number, num_written)
+                if is_known:
+                    self._num_written[writer] = num_written
+            # Not before: if a write fails, those of a killed server must be looked for again.
+            self._num_written[writer] = num_written
             return self._read((*self._always, *wanted))
 
     def _may_write(self, writer: int, change: Change) -> bool:
@@ -121,21 +133,19 @@ class FolderServer:
         self._writer = max(writer, self._writer)
         return writer == self._writer
 
-    def _ends_with(self, change: Change) -> bool:
-        """Whether a file ends with what is to be appended: the reply of a killed server was lost."""
-        path = self._run_dir / change.name
-        size, _ = _version(path)
-        begin = size - len(change.data)
-        return change.append and begin >= 0 and _read_range(path, begin, size) == change.data
+    def _unwritten(self, change: Change) -> Change:
+        """Return what a killed server, whose reply was lost, has not written of a change."""
+        if not change.append:
+            return change
+        return replace(change, data=unwritten(self._run_dir / change.name, change.data))
 
     def _write(self, change: Change) -> None:
         path = self._run_dir / change.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not change.append:
+        if change.append:
+            append(path, change.data)
+        else:
             replace_file(path, change.data)
-            return
-        with path.open("ab") as file:
-            file.write(change.data)
 
     def _read(self, names: Sequence[str]) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
@@ -159,6 +169,8 @@ class FolderLink:
         self._unanswered: list[tuple[Change, tuple[int, int]]] = []
         """Changes that the driver may have or not, with the versions of their files."""
         self._num_changes = 0
+        self._is_behind = False
+        """Whether a file has more bytes than the last pieces of it."""
         self._received: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._num_wanted = 0
@@ -175,7 +187,7 @@ class FolderLink:
         (self._run_dir / "logs").mkdir(parents=True, exist_ok=True)
         self._writer, files = ray.get(self._server.open.remote(self._is_main))
         self._write(files)
-        self._sent = {name: _version(path) for name, path in _files(self._run_dir)}
+        self._sent = {name: file_version(path) for name, path in run_files(self._run_dir)}
         self._thread.start()
         return self
 
@@ -242,18 +254,21 @@ class FolderLink:
         has_more = True
         while has_more:
             is_again = bool(self._unanswered)
-            changes = self._unanswered = self._unanswered or list(self._new_changes())
+            if not is_again:
+                self._is_behind = False
+                self._unanswered = list(self._new_changes())
+            changes = self._unanswered
             wanted = answer_names(self._run_dir)
             reply = self._server.exchange.remote(self._writer, [change for change, _ in changes], wanted)
             files: dict[str, bytes] = ray.get(reply, timeout=_CALL_SECONDS)
             self._unanswered = []
             self._sent |= {change.name: version for change, version in changes}
             self._write(files)
-            has_more = is_again or any(len(change.data) == _MAX_PIECE_BYTES for change, _ in changes)
+            has_more = is_again or self._is_behind
 
     def _new_changes(self) -> Iterator[tuple[Change, tuple[int, int]]]:
         """Yield the files that have changed: the events first, and last the requests to publish them."""
-        for name, path in _files(self._run_dir):
+        for name, path in run_files(self._run_dir):
             try:
                 change = self._new_change(name, path)
             except FileNotFoundError:
@@ -266,14 +281,15 @@ class FolderLink:
 
     def _new_change(self, name: str, path: Path) -> tuple[Change, tuple[int, int]] | None:
         """Return what is new in a file, with the version that the driver then has."""
-        size, mtime = version = _version(path)
+        size, mtime = version = file_version(path)
         sent, _ = sent_version = self._sent.get(name, (0, 0))
         is_growing = name == EVENTS or name.endswith(".log")
         if name == EVENTS:
             size = whole_line_bytes(path)
         if is_growing and size > sent:
-            data = _read_range(path, sent, min(size, sent + _MAX_PIECE_BYTES))
+            data = read_range(path, sent, piece_end(path, sent, size, _MAX_PIECE_BYTES))
             version = (sent + len(data), mtime)
+            self._is_behind |= version[0] < size
         elif not is_growing and size > _MAX_FILE_BYTES:
             limit = bytes_text(_MAX_FILE_BYTES)
             self._leave_behind(name, f"{path} has more than {limit}, and is not sent to the driver")
@@ -300,52 +316,4 @@ class FolderLink:
                 path = self._run_dir / name
                 replace_file(path, data)
                 self._received[name] = data
-                self._sent[name] = _version(path)
-
-
-def _begin_files(run_dir: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the small files of a run that a worker reads: settings, plan, kept files of the task."""
-    for name, path in _files(run_dir):
-        if not name.startswith("events.") and is_needed(name):
-            yield name, path
-    # By its manifest a task learns that there is a checkpoint.
-    for path in run_dir.glob("checkpoints/step_*/manifest.json"):
-        yield path.relative_to(run_dir).as_posix(), path
-
-
-def _files(run_dir: Path) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the files of a run folder, without checkpoints and hidden files."""
-    for parent, folders, names in os.walk(run_dir):
-        base = Path(parent).relative_to(run_dir)
-        folders[:] = sorted(name for name in folders if name != "checkpoints" and not name.startswith("."))
-        # The events are in the folder itself, which comes before those in it.
-        for name in sorted(names, key=lambda name: (name != EVENTS, name)):
-            path = Path(parent, name)
-            # A socket or a pipe of the user's code has nothing to send.
-            if not name.startswith(".") and path.is_file():
-                yield (base / name).as_posix(), path
-    requests = run_dir / PUBLISH_REQUESTS
-    for path in sorted(requests.glob("[!.]*.request")):
-        yield (PUBLISH_REQUESTS / path.name).as_posix(), path
-
-
-def _version(path: Path) -> tuple[int, int]:
-    """Return size and time of a file; zeros if it is gone."""
-    with suppress(FileNotFoundError):
-        status = path.stat()
-        return status.st_size, status.st_mtime_ns
-    return 0, 0
-
-
-def _read_range(path: Path, begin: int, end: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(begin)
-        return file.read(end - begin)
-
-
-def _tail(path: Path) -> bytes:
-    """Return the last whole lines of the events."""
-    end = whole_line_bytes(path)
-    begin = max(0, end - _EVENTS_TAIL_BYTES)
-    data = _read_range(path, begin, end) if end else b""
-    return data.partition(b"\n")[2] if begin else data
+                self._sent[name] = file_version(path)
