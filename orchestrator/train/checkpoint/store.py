@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -95,13 +95,13 @@ class CheckpointStore:
     def store_part(self, folder: Path, on_piece: Callable[[], None]) -> None:
         """Bring this host's files to the place where all nodes find them: here they are written there."""
 
-    def fetch(self, path: Path) -> Path:
-        """Return where this node can read a checkpoint that the main host has listed."""
-        return path
+    def reading(self, path: Path) -> AbstractContextManager[Path]:
+        """Return where this node can read a checkpoint that the main host has listed, in a block."""
+        return nullcontext(path)
 
     def fetch_named(self, name: str) -> Path:
         """Return where this node can read the checkpoint in the folder with this name."""
-        return self.fetch(self.folder / name)
+        return self.folder / name
 
     def discard(self, unfinished: Path) -> None:
         """Remove the folder of a save that failed: half a checkpoint must not keep a disk full."""

@@ -5,23 +5,22 @@ driver to publish the checkpoint. To read one, a node downloads it, once for all
 
 from __future__ import annotations
 
-import fcntl
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from orchestrator.storage.folder import RemoteFolder
-from orchestrator.train.checkpoint.files import manifest_bytes, step_name
+from orchestrator.train.checkpoint.files import manifest_bytes
 from orchestrator.train.checkpoint.hashed_file import Hashes, no_progress
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
-    RemoteCheckpoint,
     RemoteCheckpoints,
     named_checkpoint,
 )
+from orchestrator.train.remote.node_downloads import NodeDownloads
 from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH, ask
 from orchestrator.train.remote.retry import retried
 
@@ -37,15 +36,16 @@ class NodeStore(CheckpointStore):
         self._run_dir = folder.parent
         self._checkpoints = RemoteCheckpoints(remote / CHECKPOINTS)
         # Its name tells the paths that the main host lists from those that a user has named.
-        self._downloaded = node_folder / f"{_DOWNLOADED}{node_folder.name}"
+        downloaded = node_folder / f"{_DOWNLOADED}{node_folder.name}"
+        self._downloads = NodeDownloads(downloaded, self._checkpoints)
 
     # Saving
 
     def part_folder(self, name: str) -> Path:
         folder = self.folder / name
         self.remove_remains(folder)
-        # All workers have loaded the checkpoint that they began with.
-        self._remove_downloaded()
+        # All workers of this group have loaded the checkpoint that they began with.
+        self._downloads.remove_unread()
         with suppress(OSError):  # a full disk shows again when the files are written
             folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -81,42 +81,30 @@ class NodeStore(CheckpointStore):
 
     def newest_first(self) -> list[tuple[int, Path]]:
         published = retried(self._checkpoints.newest_first)
-        return [(checkpoint.step, self._path_of(checkpoint)) for checkpoint in published]
+        return [(checkpoint.step, self._downloads.path_of(checkpoint)) for checkpoint in published]
 
     def fetch_named(self, name: str) -> Path:
         """Download a checkpoint by the name of its remote folder. Raises ``CheckpointDamaged``."""
         checkpoint = named_checkpoint(name)
         assert checkpoint is not None, name
-        return self.fetch(self._path_of(checkpoint))
+        with self._downloads.reading(checkpoint) as path:
+            return path
 
-    def fetch(self, path: Path) -> Path:
-        """Download a checkpoint, unless a process of this node has. Raises ``CheckpointDamaged``."""
+    @contextmanager
+    def reading(self, path: Path) -> Iterator[Path]:
+        """Yield a checkpoint on this node, downloaded once. Raises ``CheckpointDamaged``."""
         checkpoint = named_checkpoint(path.parent.name)
-        if checkpoint is None or path.parent.parent.name != self._downloaded.name:
-            return path  # not of this run
-        target = self._downloaded / checkpoint.name
-        self._downloaded.mkdir(parents=True, exist_ok=True)
-        with (self._downloaded / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (target / path.name).exists():
-                self._remove_downloaded()
-                retried(lambda: self._checkpoints.download(checkpoint, target))
-        return target / path.name
+        if checkpoint is None or path.parent.parent.name != self._downloads.folder.name:
+            yield path  # not of this run
+            return
+        with self._downloads.reading(checkpoint) as downloaded:
+            yield downloaded
 
     def set_aside_after(self, step: int, on_wait: Callable[[], None] = no_progress) -> None:
         """Let the driver unpublish the checkpoints later than ``step``, which the run resumes from."""
         published = retried(self._checkpoints.newest_first, on_wait)
         if any(checkpoint.step > step for checkpoint in published):
             ask(self._run_dir, ABANDON, f"{step}-{secrets.token_hex(4)}", b"", on_wait)
-
-    def _path_of(self, checkpoint: RemoteCheckpoint) -> Path:
-        """Return where a checkpoint is once it is downloaded."""
-        return self._downloaded / checkpoint.name / step_name(checkpoint.step)
-
-    def _remove_downloaded(self) -> None:
-        """Make room: all workers load the same checkpoint, one after the other."""
-        for path in self._downloaded.glob("step_*"):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def published_steps(url: str) -> list[int]:

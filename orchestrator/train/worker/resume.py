@@ -76,8 +76,8 @@ def saved_experts_to_start_with(
 def _newest_experts(source: str, start: StartPoint, begins_anew: bool) -> dict[str, Any]:
     """Return the experts of the newest checkpoint whose list of them can be read."""
     for path in find_candidates(source, start.store).paths:
-        with suppress(CheckpointDamaged, UserError):
-            state = load(start.store.fetch(Path(path)), kinds=frozenset()).state
+        with suppress(CheckpointDamaged, UserError), start.store.reading(Path(path)) as readable:
+            state = load(readable, kinds=frozenset()).state
             return (_experts_at_start(state) if begins_anew else read_experts(state)).to_json()
     return {}
 
@@ -205,7 +205,8 @@ def _load_together(
         contents: Contents | None = None
         damage: str | None = None
         try:
-            contents = load(start.store.fetch(path), not_needed, kinds, start.progress)
+            with start.store.reading(path) as readable:
+                contents = load(readable, not_needed, kinds, start.progress)
         except CheckpointDamaged as error:
             damage = str(error)
         # To read takes as long as a checkpoint is large: the others wait without a time limit.

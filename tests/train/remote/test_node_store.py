@@ -111,7 +111,8 @@ def test_parts_of_hosts_without_a_shared_disk_are_one_checkpoint_on_any_node(
         shutil.rmtree(tmp_path / f"host{host}", ignore_errors=True)
     reader = store_of(tmp_path, folder, 7)
     ((step, path),) = reader.newest_first()
-    contents = load(reader.fetch(path))
+    with reader.reading(path) as readable:
+        contents = load(readable)
     assert step == 40
     assert {name: tuple(tensor.shape) for name, tensor in contents.tensors["model"].items()} == {
         "w0": (4, 1),
@@ -267,9 +268,12 @@ def test_the_processes_of_a_node_download_a_checkpoint_once(
     processes = [NodeStore(tmp_path / f"process{n}" / "checkpoints", folder, node) for n in range(2)]
     # The main host lists the path of its own node.
     paths: list[Path] = []
-    threads = [
-        threading.Thread(target=lambda store=store: paths.append(store.fetch(listed))) for store in processes
-    ]
+
+    def read(store: NodeStore) -> None:
+        with store.reading(listed) as readable:
+            paths.append(readable)
+
+    threads = [threading.Thread(target=read, args=(store,)) for store in processes]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -286,7 +290,8 @@ def test_a_checkpoint_that_a_user_has_named_is_read_where_it_is(
     stores: list[NodeStore], tmp_path: Path
 ) -> None:
     for path in (tmp_path / "step_00000040", tmp_path / "other" / "checkpoints" / "step_00000040"):
-        assert stores[1].fetch(path) == path
+        with stores[1].reading(path) as readable:
+            assert readable == path
 
 
 @pytest.mark.usefixtures("driver")
@@ -298,9 +303,10 @@ def test_a_damaged_checkpoint_is_found_and_unpublished(
     name = save(stores, 40).name
     folder.write(f"checkpoints/{name}/model_00001.safetensors", b"damaged")
     (_, newest), (_, older) = stores[2].newest_first()
-    with pytest.raises(CheckpointDamaged):
-        stores[2].fetch(newest)
-    load(stores[2].fetch(older))
+    with pytest.raises(CheckpointDamaged), stores[2].reading(newest):
+        pass
+    with stores[2].reading(older) as readable:
+        load(readable)
     waits: list[int] = []
     stores[0].set_aside_after(20, lambda: waits.append(1))
     assert waits, "the driver sees that the main host waits for it"
