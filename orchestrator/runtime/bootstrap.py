@@ -12,8 +12,9 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ from orchestrator.runtime.node_folder import WORKER, used_node_folder
 # The driver imports this module before it plans a run; torch is imported where it is needed.
 if TYPE_CHECKING:
     from orchestrator.record.log import Log
+    from orchestrator.train.remote.node_start import NodeStart
+    from orchestrator.train.remote.remote_start import RemoteStart
     from orchestrator.train.requests import Requests
     from orchestrator.train.worker.build import OpenStore
     from orchestrator.train.worker.prepared_run import PreparedRun
@@ -57,6 +60,8 @@ class Assignment:
     """Where to resume; None at the first start of a run."""
     link: Link | None = None
     """The driver's end of a link to its run folder, if the nodes share no disk."""
+    start: RemoteStart | None = None
+    """The checkpoint of another remote run that this one begins with."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,32 @@ class WorkerFolder:
 @contextmanager
 def worker_folder(assignment: Assignment, rank: int) -> Iterator[WorkerFolder]:
     """Yield the folder that a worker works in: the driver's, or one of this node that is linked to it."""
+    with ExitStack() as stack:
+        start = None
+        if assignment.start is not None:
+            start = stack.enter_context(_opened_start(assignment.start, assignment.nonce))
+            assignment = replace(assignment, prepared=start.prepared(assignment.prepared))
+        yield stack.enter_context(_opened_folder(assignment, rank, start))
+
+
+@contextmanager
+def _opened_start(remote: RemoteStart, nonce: str) -> Iterator[NodeStart]:
+    """Yield the checkpoint of another run that this one begins with, as this node finds it."""
+    from orchestrator.train.remote.node_start import NodeStart
+
+    with used_node_folder(nonce) as shared:
+        start = NodeStart(remote, shared)
+        with start.opened():
+            yield start
+
+
+@contextmanager
+def _opened_folder(assignment: Assignment, rank: int, start: NodeStart | None) -> Iterator[WorkerFolder]:
     from orchestrator.train.checkpoint.store import CheckpointStore
 
     link = assignment.link
     if link is None:
-        yield WorkerFolder(assignment, CheckpointStore, lambda: None)
+        yield WorkerFolder(assignment, partial(CheckpointStore, start=start), lambda: None)
         return
     with used_node_folder(assignment.nonce) as shared:
         # Nodes may share their folder for temporary files, though not the driver's run folder.
@@ -90,17 +116,17 @@ def worker_folder(assignment: Assignment, rank: int) -> Iterator[WorkerFolder]:
                 if prepared.earlier == assignment.run_dir:
                     prepared = replace(prepared, earlier=run_dir)
                 linked = replace(assignment, run_dir=run_dir, prepared=prepared)
-                yield WorkerFolder(linked, _node_store(link.url, shared), folder_link.flush)
+                yield WorkerFolder(linked, _node_store(link.url, shared, start), folder_link.flush)
         finally:
             if folder_link.is_complete:
                 shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _node_store(url: str, shared: Path) -> OpenStore:
+def _node_store(url: str, shared: Path, start: NodeStart | None) -> OpenStore:
     from orchestrator.storage.folder import RemoteFolder
     from orchestrator.train.remote.node_store import NodeStore
 
-    return lambda folder, **_: NodeStore(folder, RemoteFolder(url), shared)
+    return lambda folder, **_: NodeStore(folder, RemoteFolder(url), shared, start)
 
 
 def prepare_worker(assignment: Assignment, rank: int) -> PreparedRun:

@@ -42,8 +42,9 @@ from orchestrator.runtime.ray_internals import (
 )
 from orchestrator.runtime.recovery import Failure, FailureHistory, GiveUp, Restart, decide_restart
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog, last_recorded_step
-from orchestrator.runtime.shared_folder import open_link
+from orchestrator.runtime.shared_folder import nodes_see_start, open_link
 from orchestrator.tasks.load import loads_by_name
+from orchestrator.train.remote.remote_start import remote_start
 from orchestrator.train.remote.run import RemoteRun, mirroring
 from orchestrator.train.worker.observers import stop_on_signal
 from orchestrator.train.worker.prepared_run import PreparedRun
@@ -275,6 +276,9 @@ class _Driver:
             self._link = open_link(self.run_dir, self.remote.folder, gpu)
         if self._link is not None:
             self.note("the nodes share no disk: each worker uploads its own part of a checkpoint")
+        start = remote_start(self.prepared.resolved.config)
+        if start is not None and not nodes_see_start(start, gpu):
+            self.note(f"nodes download the checkpoint {start.checkpoint.name} of {start.url}")
         self.note(f"starting {workers} worker{'s' if workers > 1 else ''} ...")
         history = FailureHistory()
         resume = None
@@ -345,7 +349,8 @@ def make_assignment(prepared: PreparedRun, run_dir: Path, resume: ResumeFrom | N
     if loads_by_name(config.task):
         prepared = replace(prepared, task=None)  # pyright: ignore[reportArgumentType]
     nonce = (run_dir / "logs" / NONCE_FILE).read_text(encoding="utf-8")
-    return Assignment(prepared.with_secrets(), run_dir, Path.cwd(), nonce, resume)
+    start = remote_start(config)
+    return Assignment(prepared.with_secrets(), run_dir, Path.cwd(), nonce, resume, start=start)
 
 
 def _available_slots(workers: int, gpu: bool) -> int:

@@ -17,6 +17,9 @@ from orchestrator.errors import UserError
 from orchestrator.runtime.bootstrap import LINKED_FILES, NONCE_FILE
 from orchestrator.runtime.folder_link import Link, start_server
 from orchestrator.storage.folder import RemoteError, RemoteFolder
+from orchestrator.train.checkpoint.files import MANIFEST
+from orchestrator.train.remote.checkpoints import CHECKPOINTS
+from orchestrator.train.remote.remote_start import START, RemoteStart
 from orchestrator.types import first_line
 
 _PROBE_SECONDS = 60.0
@@ -46,6 +49,36 @@ def open_link(run_dir: Path, remote: RemoteFolder, gpu: bool) -> Link | None:
                 "a drive that all nodes share"
             )
     return Link(remote.url, start_server(run_dir, LINKED_FILES))
+
+
+def nodes_see_start(start: RemoteStart, gpu: bool) -> bool:
+    """Whether all nodes see the driver's copy of the checkpoint that the run begins with.
+
+    Raises ``UserError`` if a node sees neither the copy nor the remote checkpoint."""
+    nodes = _other_nodes("GPU" if gpu else "CPU")
+    note = start.files[START].decode()
+    answers = _ask_nodes(nodes, why_no_start, str(start.copy / START), note, start.url, start.checkpoint.name)
+    for address, reason in answers:
+        if reason:
+            raise UserError(
+                f"node {address} cannot read {start.url}/{CHECKPOINTS}/{start.checkpoint.name} ({reason}); "
+                "give every node the credentials of the storage (see docs/storage.md), or start the run in a "
+                "folder on a drive that all nodes share"
+            )
+    return all(reason is None for _, reason in answers)
+
+
+def why_no_start(note_file: str, note: str, url: str, checkpoint: str) -> str | None:
+    """Return why this node cannot read a remote checkpoint; '' if it can, None if it sees the driver's copy.
+
+    ``note_file`` is a file of that copy, with the content ``note``."""
+    if sees_file(note_file, note):
+        return None
+    try:
+        manifest = (RemoteFolder(url) / CHECKPOINTS).read(f"{checkpoint}/{MANIFEST}", 1)
+    except (RemoteError, ImportError) as error:
+        return first_line(error)
+    return "" if manifest else "it is not there"
 
 
 def sees_file(path: str, content: str) -> bool:

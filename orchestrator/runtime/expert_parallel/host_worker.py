@@ -131,7 +131,9 @@ def preload(context: HostContext, assignment: Assignment, store_address: tuple[s
     if uses_cuda(prepared):
         # Creating the CUDA context takes a second. Settings for determinism follow later.
         torch.zeros(1, device=_device(prepared)).add_(1).cpu()
-    if prepared.task is None:
+    # The files of an earlier start come with the run folder, where the nodes share no disk.
+    sees_files = prepared.earlier is None or prepared.earlier.is_dir()
+    if prepared.task is None and sees_files:
         # A task that fails to load raises its error when it is trained.
         with suppress(Exception):
             task = load_task(config, prepared.earlier)

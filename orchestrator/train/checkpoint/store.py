@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from orchestrator.errors import CheckpointDamaged
 from orchestrator.storage.local_files import sync
@@ -50,12 +50,33 @@ class Skipped:
     reason: str
 
 
+class StartCheckpoint(Protocol):
+    """A checkpoint of another run that the nodes have copies of."""
+
+    def holds(self, path: Path) -> bool:
+        """Whether a path, of any worker, is that of the checkpoint."""
+        ...
+
+    def reading(self) -> AbstractContextManager[Path]:
+        """Return where this node can read it, in a block."""
+        ...
+
+    def remove_unread(self) -> None:
+        """Remove the copy of this node, unless a process reads it."""
+        ...
+
+
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, keep: int = 3, repair: bool = True) -> None:
-        """``repair`` cleans up after a killed save; only one worker may do it."""
+    def __init__(
+        self, folder: Path, keep: int = 3, repair: bool = True, start: StartCheckpoint | None = None
+    ) -> None:
+        """``repair`` cleans up after a killed save; only one worker may do it.
+
+        ``start`` is the checkpoint of another run that this one began with."""
         self.folder = folder
+        self._start = start
         self.keep = keep
         self._parents_synced = False
         if repair:
@@ -90,13 +111,21 @@ class CheckpointStore:
 
     def part_folder(self, name: str) -> Path:
         """Return the folder that this host writes its files into; ``name`` is that of ``begin``'s."""
+        self.remove_copies()
         return self.folder / name
+
+    def remove_copies(self) -> None:
+        """Remove this node's copies of the checkpoint that the run began with: all workers have loaded it."""
+        if self._start is not None:
+            self._start.remove_unread()
 
     def store_part(self, folder: Path, on_piece: Callable[[], None]) -> None:
         """Bring this host's files to the place where all nodes find them: here they are written there."""
 
     def reading(self, path: Path) -> AbstractContextManager[Path]:
         """Return where this node can read a checkpoint that the main host has listed, in a block."""
+        if self._start is not None and self._start.holds(path):
+            return self._start.reading()
         return nullcontext(path)
 
     def fetch_named(self, name: str) -> Path:

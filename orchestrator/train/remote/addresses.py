@@ -37,7 +37,7 @@ def local_start(resolved: Resolved, results: Path, note: Callable[[str], None]) 
         for name, location in (("resume", settings.resume), ("init_from", settings.init_from)):
             if location is None or as_url(location) is None:
                 continue
-            from orchestrator.train.remote.run import downloaded_start
+            from orchestrator.train.remote.remote_start import downloaded_start
 
             flag = f"--{name.replace('_', '-')}"
             copy = stack.enter_context(downloaded_start(flag, location, results, note))

@@ -147,6 +147,8 @@ class RemoteCheckpoints:
             verify(partial)
             path = folder / step_name(checkpoint.step)
             os.rename(partial, path)
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(str(error).replace(partial.name, checkpoint.name)) from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return path

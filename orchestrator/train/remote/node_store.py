@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.checkpoint.files import manifest_bytes
 from orchestrator.train.checkpoint.hashed_file import Hashes, no_progress
-from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.checkpoint.store import CheckpointStore, StartCheckpoint
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
     RemoteCheckpoints,
@@ -30,9 +30,13 @@ _DOWNLOADED = "downloaded-"
 class NodeStore(CheckpointStore):
     """Saves a worker's part of each checkpoint in a remote folder, and reads checkpoints from there."""
 
-    def __init__(self, folder: Path, remote: RemoteFolder, node_folder: Path) -> None:
-        """``folder`` is in this worker's own run folder; ``node_folder`` is for all workers of this node."""
-        super().__init__(folder, repair=False)
+    def __init__(
+        self, folder: Path, remote: RemoteFolder, node_folder: Path, start: StartCheckpoint | None = None
+    ) -> None:
+        """``folder`` is in this worker's own run folder; ``node_folder`` is for all workers of this node.
+
+        ``start`` is the checkpoint of another run that this one began with."""
+        super().__init__(folder, repair=False, start=start)
         self._run_dir = folder.parent
         self._checkpoints = RemoteCheckpoints(remote / CHECKPOINTS)
         # Its name tells the paths that the main host lists from those that a user has named.
@@ -44,8 +48,7 @@ class NodeStore(CheckpointStore):
     def part_folder(self, name: str) -> Path:
         folder = self.folder / name
         self.remove_remains(folder)
-        # All workers of this group have loaded the checkpoint that they began with.
-        self._downloads.remove_unread()
+        self.remove_copies()
         with suppress(OSError):  # a full disk shows again when the files are written
             folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -95,10 +98,15 @@ class NodeStore(CheckpointStore):
         """Yield a checkpoint on this node, downloaded once. Raises ``CheckpointDamaged``."""
         checkpoint = named_checkpoint(path.parent.name)
         if checkpoint is None or path.parent.parent.name != self._downloads.folder.name:
-            yield path  # not of this run
+            with super().reading(path) as found:  # not of this run
+                yield found
             return
         with self._downloads.reading(checkpoint) as downloaded:
             yield downloaded
+
+    def remove_copies(self) -> None:
+        super().remove_copies()
+        self._downloads.remove_unread()
 
     def set_aside_after(self, step: int, on_wait: Callable[[], None] = no_progress) -> None:
         """Let the driver unpublish the checkpoints later than ``step``, which the run resumes from."""

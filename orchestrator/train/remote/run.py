@@ -16,16 +16,14 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
 from orchestrator.record.log import Log
 from orchestrator.record.remote_record import download_record, holds_record
-from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
+from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.files import step_name
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
     RemoteCheckpoint,
     RemoteCheckpoints,
     best_step,
-    named_checkpoint,
 )
-from orchestrator.train.remote.local_copy import local_copy
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.retry import retried
 from orchestrator.train.worker.run import record_failure
@@ -177,24 +175,3 @@ def _downloaded(checkpoints: RemoteCheckpoints, checkpoint: RemoteCheckpoint, lo
     """Return the local copy of a checkpoint; the start of a run may have downloaded it already."""
     path = local / CHECKPOINTS / step_name(checkpoint.step)
     return path if path.exists() else checkpoints.download(checkpoint, local / CHECKPOINTS)
-
-
-@contextmanager
-def downloaded_start(
-    flag: str, location: str | Path, results: Path, note: Callable[[str], None]
-) -> Iterator[Path]:
-    """Yield a local copy of what ``--resume`` or ``--init-from`` names: a checkpoint, or a run folder.
-
-    It is removed at the end."""
-    folder = open_folder(flag, location)
-    checkpoint = named_checkpoint(folder.name)
-    run = folder if checkpoint is None else open_folder(flag, folder.url.rsplit("/", 2)[0])
-    with local_copy(results, run.url) as local:
-        write_remote(local, folder.url)
-        download_record(run, local)
-        if checkpoint is not None:
-            yield RemoteCheckpoints(run / CHECKPOINTS).download(checkpoint, local / CHECKPOINTS)
-        elif download_newest(run, local, note):
-            yield local
-        else:
-            raise UserError(f"{flag} {folder.url}: there is no good checkpoint; give a run or a checkpoint")

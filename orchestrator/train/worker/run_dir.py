@@ -24,7 +24,8 @@ _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".yaml", ".html", ".txt", ".png",
 _MAX_NAME_CHARACTERS = 60
 _MAX_RUNS_PER_SECOND = 100
 _MAX_URL_CHARACTERS = 4096
-_REMOTE = "remote"
+REMOTE = "remote"
+"""A file of a run folder that is the copy of a remote one: its address."""
 DOWNLOADED = ".downloaded-"
 """How the name of a folder begins that holds a copy of a remote checkpoint or run, while it is needed."""
 
@@ -107,20 +108,26 @@ def how_to_resume(config: Config, run_dir: str | Path) -> str:
 
 def write_remote(run_dir: Path, url: str) -> None:
     """Note in a run folder that it is the local copy of a remote one. The note is for people alone."""
-    (run_dir / _REMOTE).write_text(f"{url}\n", encoding="utf-8")
+    (run_dir / REMOTE).write_text(f"{url}\n", encoding="utf-8")
 
 
 def remote_of(run_dir: Path) -> str | None:
     """Return the address of the remote folder that a run folder is the local copy of."""
     with suppress(OSError, UnicodeDecodeError):
-        return first_line((run_dir / _REMOTE).read_text(encoding="utf-8"), _MAX_URL_CHARACTERS)
+        return first_line((run_dir / REMOTE).read_text(encoding="utf-8"), _MAX_URL_CHARACTERS)
     return None
 
 
 def given_location(path: Path) -> str:
     """Return what the user gave for a checkpoint or a run: its address, if the path is in a copy of it."""
-    copies = [folder for folder in (path, *path.parents) if folder.name.startswith(DOWNLOADED)]
-    return (remote_of(copies[0]) if copies else None) or str(path)
+    copy = downloaded_copy(path)
+    return (remote_of(copy) if copy is not None else None) or str(path)
+
+
+def downloaded_copy(path: Path) -> Path | None:
+    """Return the copy of a remote checkpoint or run that a path is in; None for any other path."""
+    folders = (folder for folder in (path, *path.parents) if folder.name.startswith(DOWNLOADED))
+    return next(folders, None)
 
 
 def new_folder(results: Path, name: str) -> Path:
