@@ -9,8 +9,7 @@ from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.types import Choice, Rejected, bytes_text
 
-_WEIGHT_BYTES = 4
-_MOMENT_BYTES = 8  # two moments of each trained weight
+_FP32_BYTES = 4
 _BUFFERS = 2  # of each host: one is filled while the other is fetched
 _SETS = 2  # the newest complete set, and the one that is coming in
 _OBJECT_STORE_SHARE = 0.3
@@ -65,16 +64,18 @@ def checkpoint_memory(facts: ModelFacts, hosts: int, hosts_on_node: int) -> floa
 
 
 def _state_bytes(facts: ModelFacts, hosts: int, hosts_on_node: int, dense_share: float) -> float:
-    """Return the bytes of the weights and moments of a node's experts and of a share of the dense part.
+    """Return the bytes of the weights, moments and averages of a node's experts and of a share of the dense
+    part.
 
-    The moments are Adam's: a task's own optimizer may have fewer. Weights that are not saved, as the
-    frozen ones beside adapters, count as spread evenly over experts and dense part."""
+    Weights that are not saved, as the frozen ones beside adapters, count as spread evenly over experts and
+    dense part."""
     most_experts = -(-facts.experts // hosts)
     expert_parameters = hosts_on_node * facts.expert_parameters * most_experts / max(1, facts.experts)
     dense_parameters = facts.parameters - facts.expert_parameters
     trained_share = facts.trainable / max(1, facts.parameters)
     saved_share = 1 - facts.unsaved / max(1, facts.parameters)
-    bytes_per_parameter = _WEIGHT_BYTES * saved_share + _MOMENT_BYTES * trained_share
+    state_of_trained = facts.moments + facts.averages
+    bytes_per_parameter = _FP32_BYTES * (saved_share + state_of_trained * trained_share)
     return (expert_parameters + dense_share * dense_parameters) * bytes_per_parameter
 
 

@@ -42,6 +42,16 @@ def test_a_node_keeps_its_experts_and_the_dense_part_once() -> None:
     assert snapshot_memory(adapters, 3, 2).buffers == pytest.approx(expected), "a tenth is trained and saved"
 
 
+@pytest.mark.parametrize(("moments", "averages", "numbers"), [(2.0, 1.0, 4), (1.0, 0.0, 2), (0.5, 0.0, 1.5)])
+def test_the_state_is_that_of_the_chosen_optimizer_and_of_averages(
+    moments: float, averages: float, numbers: float
+) -> None:
+    """AdamW with an average, SGD, and AdamW with a byte per number."""
+    facts = model(parameters=170, trainable=170, expert_parameters=70, experts=7)
+    facts = replace(facts, moments=moments, averages=averages)
+    assert snapshot_memory(facts, 3, 2).buffers == 2 * 4 * numbers * 160
+
+
 def test_the_copy_for_a_checkpoint_has_each_hosts_experts_and_its_share_of_the_dense_part() -> None:
     facts = model(parameters=99 + 70, trainable=169, expert_parameters=70, experts=7)
     assert checkpoint_memory(facts, 3, 2) == pytest.approx(12 * (2 * 30 + 66))
