@@ -250,7 +250,7 @@ class ExpertBank(nn.Module):
         with without_autocast(x):
             if row_map is None:
                 return self._compute_rows(x, counts_L, weights_R)
-            if self.leaves_rows_out(x, len(row_map.token_R)):
+            if self.fuses(x, len(row_map.token_R)):
                 weights = [self._class_weights(group, x.dtype) for group in self.classes]
                 matrices = [(each["up"], each["down"]) for each in weights]
                 return experts_fused(x, matrices, counts_L, weights_R, row_map)
@@ -263,8 +263,10 @@ class ExpertBank(nn.Module):
             return False
         return len(self.classes) > 1 or "loop" in self._kernels(device, dtype)
 
-    def leaves_rows_out(self, x_TD: Tensor, num_rows: int) -> bool:
-        """Whether rows after those of the last expert may be left out: one function computes all."""
+    def fuses(self, x_TD: Tensor, num_rows: int) -> bool:
+        """Whether ``experts_fused`` computes these tokens, copies and sums included.
+
+        It leaves out the rows after those of the last expert, so that ``num_rows`` may be a bound."""
         dtype = computing_dtype(x_TD)
         if isinstance(x_TD, FakeTensor) or not num_rows or not self._can_fuse(x_TD.device, dtype):
             return False

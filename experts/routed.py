@@ -167,7 +167,7 @@ class RoutedExperts(nn.Module):
         if num_rows is None:
             assert chunk.bound is not None
             max_rows = min(chunk.bound.expert_rows, slots_GK.numel())
-            if self.bank.leaves_rows_out(rows_GD, max_rows):
+            if self.bank.fuses(rows_GD, max_rows):
                 trip = sort_bounded(slots_GK, weights_GK, len(self.bank.held), max_rows)
                 return self.bank(rows_GD, trip.counts_L, trip.weights_R, trip.row_map)
             num_rows = int(to_host((slots_GK >= 0).sum()))

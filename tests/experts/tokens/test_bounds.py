@@ -73,8 +73,8 @@ def test_bounded_rows_are_the_first_of_all_rows(max_rows: int) -> None:
     assert torch.equal(trip.row_map.row_TK, torch.where(exact_rows < num_rows, exact_rows, -1))
 
 
-def test_a_bank_that_counts_rows_leaves_none_out() -> None:
-    assert not ExpertBank(64, [64, 64]).leaves_rows_out(torch.zeros(3, 64), 10)
+def test_a_bank_on_a_cpu_does_not_fuse() -> None:
+    assert not ExpertBank(64, [64, 64]).fuses(torch.zeros(3, 64), 10)
 
 
 # --- checks
