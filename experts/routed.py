@@ -17,7 +17,7 @@ from experts.kernels.compiling import uncompiled
 from experts.shared_expert import SharedExpert
 from experts.structure import SETTLED, LayerStructure
 from experts.token_exchange import ExchangeChunk, TokenExchange
-from experts.tokens.dispatch import sort_bounded, sort_by_slot
+from experts.tokens.dispatch import sort_by_slot
 from experts.tokens.received_rows import local_slots
 from experts.tokens.routes import route_table
 from experts.types import Choices
@@ -168,8 +168,7 @@ class RoutedExperts(nn.Module):
             assert chunk.bound is not None
             max_rows = min(chunk.bound.expert_rows, slots_GK.numel())
             if self.bank.fuses(rows_GD, max_rows):
-                trip = sort_bounded(slots_GK, weights_GK, len(self.bank.held), max_rows)
-                return self.bank(rows_GD, trip.counts_L, trip.weights_R, trip.row_map)
+                return self._compute(rows_GD, slots_GK, weights_GK, max_rows, bounded=True)
             num_rows = int(to_host((slots_GK >= 0).sum()))
         return self._compute(rows_GD, slots_GK, weights_GK, num_rows)
 
@@ -189,7 +188,8 @@ class RoutedExperts(nn.Module):
         slots_TK: Tensor,
         weights_TK: Tensor,
         num_rows: int | None,
+        bounded: bool = False,
     ) -> Tensor:
         """Return the weighted sum of the outputs of this host's experts for each token."""
-        trip = sort_by_slot(slots_TK, weights_TK, len(self.bank.held), num_rows)
+        trip = sort_by_slot(slots_TK, weights_TK, len(self.bank.held), num_rows, bounded)
         return self.bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map)

@@ -52,30 +52,27 @@ class SlotOrder:
         ends_L = torch.searchsorted(key_R, slot_L, right=True)
         return cls(key_R, index_R, ends_L, key_TK.shape[1])
 
-    def counts_L(self, num_rows: int | None = None) -> Tensor:
+    def counts_L(self, num_rows: int | None = None, bounded: bool = False) -> Tensor:
         """Return the choices per slot. They sum to ``num_rows``, if given, whatever the choices are.
 
         Choices that came from another host may differ from its announcement. Kernels trust the
-        counts, and would read beyond the rows."""
+        counts, and would read beyond the rows. With ``bounded`` they sum to at most ``num_rows``."""
         ends_L = self.ends_L
         if num_rows is not None:
             ends_L = ends_L.clamp(max=num_rows)
-            ends_L[-1:] = num_rows
+            if not bounded:
+                ends_L[-1:] = num_rows
         return torch.diff(ends_L, prepend=ends_L.new_zeros(1))
 
-    def bounded_row_map(self, max_rows: int) -> RowMap:
-        """Return the map of at most ``max_rows`` rows. Rows of absent choices are not summed."""
-        index_R = self.index_R[:max_rows]
-        has_row_R = self.key_R[:max_rows] < len(self.ends_L)
-        row_R = torch.where(has_row_R, torch.arange(len(index_R), device=index_R.device), -1)
-        row_TK = torch.full_like(self.index_R, -1).scatter_(0, index_R, row_R).view(-1, self.top_k)
-        return RowMap(index_R // self.top_k, row_TK, complete=False)
+    def row_map(self, num_rows: int | None, bounded: bool = False) -> RowMap:
+        """Return the map of the first ``num_rows`` choices; None says that no choice is absent.
 
-    def row_map(self, num_rows: int | None) -> RowMap:
-        """Return the map of the first ``num_rows`` choices; None says that no choice is absent."""
-        index_R = self.index_R if num_rows is None else self.index_R[:num_rows]
+        With ``bounded`` there may be absent choices among them, whose rows are not summed."""
+        index_R = self.index_R[:num_rows]
         # The inverse of the order: where each choice went.
         row_R = torch.arange(len(index_R), device=index_R.device)
+        if bounded:
+            row_R = torch.where(self.key_R[:num_rows] < len(self.ends_L), row_R, -1)
         row_TK = torch.full_like(self.index_R, -1).scatter_(0, index_R, row_R).view(-1, self.top_k)
         return RowMap(index_R // self.top_k, row_TK, complete=num_rows is None)
 
@@ -85,25 +82,18 @@ def sort_by_slot(
     weights_TK: Tensor,
     num_slots: int,
     num_rows: int | None,
+    bounded: bool = False,
 ) -> Trip:
+    """Sort choices by local slot and within a slot by token; see ``dispatch`` for the arguments.
+
+    With ``bounded`` the device alone knows how many choices are absent, and ``num_rows`` is a bound:
+    the rows after the last slot's are not to be computed, and rows beyond the bound are lost."""
     # Absent choices get the key after the last slot: they are sorted to the end and cut off there.
     key_TK = slots_TK if num_rows is None else torch.where(slots_TK < 0, num_slots, slots_TK)
     order = SlotOrder.of(key_TK, num_slots)
-    index_R = order.index_R if num_rows is None else order.index_R[:num_rows]
+    index_R = order.index_R[:num_rows]
     weights_R: Tensor = _Pick.apply(weights_TK.reshape(-1), index_R)  # pyright: ignore[reportAssignmentType]
-    return Trip(order.row_map(num_rows), weights_R, order.counts_L(num_rows))
-
-
-def sort_bounded(slots_TK: Tensor, weights_TK: Tensor, num_slots: int, max_rows: int) -> Trip:
-    """Sort choices of which the device alone knows how many are absent, into at most ``max_rows`` rows.
-
-    The rows after the last slot's are not to be computed; others than ``max_rows`` are lost."""
-    order = SlotOrder.of(torch.where(slots_TK < 0, num_slots, slots_TK), num_slots)
-    index_R = order.index_R[:max_rows]
-    weights_R: Tensor = _Pick.apply(weights_TK.reshape(-1), index_R)  # pyright: ignore[reportAssignmentType]
-    ends_L = order.ends_L.clamp(max=len(index_R))
-    counts_L = torch.diff(ends_L, prepend=ends_L.new_zeros(1))
-    return Trip(order.bounded_row_map(max_rows), weights_R, counts_L)
+    return Trip(order.row_map(num_rows, bounded), weights_R, order.counts_L(num_rows, bounded))
 
 
 def key_dtype(num_slots: int) -> torch.dtype:

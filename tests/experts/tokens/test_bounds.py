@@ -10,7 +10,7 @@ from experts.bank import ExpertBank
 from experts.group import Group
 from experts.tokens.bounds import ExchangeBounds, RowBound, SeenRows, next_bound
 from experts.tokens.destinations import Destinations
-from experts.tokens.dispatch import sort_bounded, sort_by_slot
+from experts.tokens.dispatch import sort_by_slot
 from experts.tokens.received_rows import InvalidRows
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
@@ -64,7 +64,7 @@ def test_bounded_rows_are_the_first_of_all_rows(max_rows: int) -> None:
     slots_TK = torch.tensor([[2, -1], [0, 2], [-1, -1], [2, 0]])
     weights_TK = torch.arange(8.0).view(4, 2)
     exact = sort_by_slot(slots_TK, weights_TK, 3, 5)
-    trip = sort_bounded(slots_TK, weights_TK, 3, max_rows)
+    trip = sort_by_slot(slots_TK, weights_TK, 3, max_rows, bounded=True)
     num_rows = min(5, max_rows)
     assert trip.counts_L.tolist() == [2, 0, num_rows - 2]
     assert trip.weights_R[:num_rows].tolist() == exact.weights_R[:num_rows].tolist()
