@@ -132,34 +132,26 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return single_process_losses(tmp_path_factory.mktemp("calm") / "run", *LENGTH)
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_data_parallel_survives_a_lost_worker_and_a_lost_driver(
-    cluster: RayCluster, s3: ObjectServer, calm: list[float], sharding: str
+@pytest.mark.parametrize(
+    ("settings", "lost_rank"),
+    [
+        pytest.param([*DATA_PARALLEL, "--sharding", "none"], 1, id="data_parallel"),
+        pytest.param([*DATA_PARALLEL, "--sharding", "zero3"], 1, id="zero3", marks=pytest.mark.slow),
+        pytest.param(EXPERT_PARALLEL, 0, id="expert_parallel-main_host"),
+    ],
+)
+def test_a_run_survives_a_lost_worker_and_a_lost_driver(
+    cluster: RayCluster, s3: ObjectServer, calm: list[float], settings: list[str], lost_rank: int
 ) -> None:
-    url = s3.url(f"data-parallel-{uuid4().hex}")
-    settings = [*DATA_PARALLEL, "--sharding", sharding]
+    url = s3.url(f"lost-driver-{uuid4().hex}")
     driver = start(cluster, url, *settings)
     driver.wait_for(lambda: driver.count("upload") >= 2)
-    kill_worker(driver.run_dir, 1)
+    kill_worker(driver.run_dir, lost_rank)
     driver.wait_for(lambda: driver.count("recovery") == 1)
     uploads = driver.count("upload")
     driver.wait_for(lambda: driver.count("upload") > uploads)
     acknowledged = driver.kill()
     check_resumed(start(cluster, url, *settings), acknowledged, calm)
-
-
-def test_expert_hosts_survive_a_lost_main_host_and_a_lost_driver(
-    cluster: RayCluster, s3: ObjectServer, calm: list[float]
-) -> None:
-    url = s3.url(f"expert-parallel-{uuid4().hex}")
-    driver = start(cluster, url, *EXPERT_PARALLEL)
-    driver.wait_for(lambda: driver.count("upload") >= 2)
-    kill_worker(driver.run_dir, 0)
-    driver.wait_for(lambda: driver.count("recovery") == 1)
-    uploads = driver.count("upload")
-    driver.wait_for(lambda: driver.count("upload") > uploads)
-    acknowledged = driver.kill()
-    check_resumed(start(cluster, url, *EXPERT_PARALLEL), acknowledged, calm)
 
 
 def test_each_node_downloads_the_checkpoint_that_is_evaluated(cluster: RayCluster, s3: ObjectServer) -> None:

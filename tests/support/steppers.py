@@ -34,6 +34,17 @@ from orchestrator.train.strategies.fsdp import FSDPStrategy, full_tensor, shard_
 from orchestrator.train.strategies.sharded_dense import ShardedDenseStrategy
 from orchestrator.types import PrecisionName
 
+UNEVEN_EXPERTS = Config.of(
+    expert_hidden_size=(8, 16, 8, 24, 16),
+    experts=5,
+    width=16,
+    balance_loss=0.05,
+    z_loss=0.001,
+    sequence_length=24,
+    layers=2,
+)
+"""Experts of several sizes whose number no number of workers divides, with both losses of the gate."""
+
 
 class DoubleDigits(Digits):
     """Digits in fp64, where the mathematics is proven."""

@@ -20,6 +20,7 @@ from orchestrator.train.strategies.ddp import DDPOptions
 from tests.support.planted_faults import step_batches
 from tests.support.ranks import run_ranks
 from tests.support.steppers import (
+    UNEVEN_EXPERTS,
     Events,
     assert_gradients_equal,
     gradients,
@@ -30,15 +31,6 @@ from tests.support.steppers import (
 
 CPU = torch.device("cpu")
 DEFAULT_OPTIONS = DDPOptions()
-CONFIG = Config.of(
-    expert_hidden_size=(8, 16, 8, 24, 16),
-    experts=5,
-    width=16,
-    balance_loss=0.05,
-    z_loss=0.001,
-    sequence_length=24,
-    layers=2,
-)
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,7 @@ class WorkerCase:
     shares: tuple[float, ...] = ()
     sharding: str = "none"
     steps: int = 10
-    config: Config = CONFIG
+    config: Config = UNEVEN_EXPERTS
     steps_before_overlap: int = 4
     options: DDPOptions = DEFAULT_OPTIONS
 

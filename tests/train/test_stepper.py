@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, TaskFailed, UserError
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, TensorData
@@ -19,6 +18,7 @@ from orchestrator.train.step.recovery import GROW_AFTER
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import power_of_two
 from tests.support.steppers import (
+    UNEVEN_EXPERTS,
     DoubleDigits,
     DoubleText,
     Events,
@@ -30,15 +30,6 @@ from tests.support.steppers import (
 )
 from tests.support.tiny_model import Tiny
 
-CONFIG = Config.of(
-    expert_hidden_size=(8, 16, 8, 24, 16),
-    experts=5,
-    width=16,
-    balance_loss=0.05,
-    z_loss=0.001,
-    sequence_length=24,
-    layers=2,
-)
 JITTERED = Tiny(((3, 5, 2, 4, 6, 7),), tokens=3, options={"jitter": 0.4})
 
 
@@ -94,8 +85,8 @@ class _FailInBackward(torch.autograd.Function):
     [(DoubleDigits, 16, 64), (DoubleDigits, 7, 64), (DoubleText, 5, 16)],
 )
 def test_accumulation_is_exact_in_fp64(task: type, micro_batch: int, global_batch: int) -> None:
-    plain, feed = make_stepper(task(CONFIG), global_batch, global_batch)
-    split, split_feed = make_stepper(task(CONFIG), micro_batch, global_batch)
+    plain, feed = make_stepper(task(UNEVEN_EXPERTS), global_batch, global_batch)
+    split, split_feed = make_stepper(task(UNEVEN_EXPERTS), micro_batch, global_batch)
     expected = run_steps(plain, feed, 10)
     for step, totals in enumerate(run_steps(split, split_feed, 10)):
         assert mean_loss(totals) == pytest.approx(mean_loss(expected[step]), rel=1e-12), f"step {step}"
@@ -112,14 +103,14 @@ def test_accumulation_is_exact_in_fp32(task: type) -> None:
     Free-running, the balance loss has its default weight: at five times that, tokens at a tie between
     experts flip by rounding, and losses differ by 1.2e-5.
     """
-    plain, feed = make_stepper(task(CONFIG), 64, 64)
-    split, split_feed = make_stepper(task(CONFIG), 16, 64)
+    plain, feed = make_stepper(task(UNEVEN_EXPERTS), 64, 64)
+    split, split_feed = make_stepper(task(UNEVEN_EXPERTS), 16, 64)
     expected = run_steps(plain, feed, 1)[0]
     totals = run_steps(split, split_feed, 1)[0]
     assert mean_loss(totals) == pytest.approx(mean_loss(expected), rel=1e-6)
     assert norm_of(totals) == pytest.approx(norm_of(expected), rel=1e-6)
     assert_gradients_equal(gradients(split.strategy.model), gradients(plain.strategy.model), 2e-6, 1e-7)
-    free_running = CONFIG.but(balance_loss=0.01)
+    free_running = UNEVEN_EXPERTS.but(balance_loss=0.01)
     plain, feed = make_stepper(task(free_running), 64, 64)
     split, split_feed = make_stepper(task(free_running), 16, 64)
     expected_losses = [mean_loss(t) for t in run_steps(plain, feed, 50)]
@@ -137,8 +128,8 @@ def test_a_balance_loss_per_micro_batch_would_be_found() -> None:
                 layer.load_E.copy_(loss.loads[0])
             return loss
 
-    plain, feed = make_stepper(Wrong(CONFIG), 64, 64)
-    split, split_feed = make_stepper(Wrong(CONFIG), 16, 64)
+    plain, feed = make_stepper(Wrong(UNEVEN_EXPERTS), 64, 64)
+    split, split_feed = make_stepper(Wrong(UNEVEN_EXPERTS), 16, 64)
     expected = run_steps(plain, feed, 3)[-1]
     totals = run_steps(split, split_feed, 3)[-1]
     assert mean_loss(totals) != pytest.approx(mean_loss(expected), rel=1e-6)
@@ -150,8 +141,8 @@ def test_a_count_on_the_device_gives_the_same_step() -> None:
             loss = super().loss(model, batch)
             return Loss(loss.sum, torch.tensor(loss.count), loss.metrics, loss.loads)
 
-    plain, feed = make_stepper(DoubleDigits(CONFIG), 16, 48)
-    other, other_feed = make_stepper(CountOnDevice(CONFIG), 16, 48)
+    plain, feed = make_stepper(DoubleDigits(UNEVEN_EXPERTS), 16, 48)
+    other, other_feed = make_stepper(CountOnDevice(UNEVEN_EXPERTS), 16, 48)
     expected = run_steps(plain, feed, 3)
     totals = run_steps(other, other_feed, 3)
     assert [mean_loss(t) for t in totals] == [mean_loss(t) for t in expected]
@@ -160,10 +151,10 @@ def test_a_count_on_the_device_gives_the_same_step() -> None:
 
 def test_norm_and_clipping_are_those_of_torch() -> None:
     """The norm is torch's over all parameters, before clipping; gradients are clipped by it."""
-    stepper, feed = make_stepper(DoubleDigits(CONFIG), 16, 64, clip_norm=0.01)
+    stepper, feed = make_stepper(DoubleDigits(UNEVEN_EXPERTS), 16, 64, clip_norm=0.01)
     totals = run_steps(stepper, feed, 1)[0]
     assert isinstance(feed, IndexedFeed)
-    task = DoubleDigits(CONFIG)
+    task = DoubleDigits(UNEVEN_EXPERTS)
     model = task.build_model()
     loss = task.loss(model, task.train_data().gather(feed.order(0)[:64]))
     (loss.sum / loss.count).backward()
@@ -182,9 +173,11 @@ def test_power_of_two() -> None:
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_step_halved_by_out_of_memory_has_the_same_result(in_backward: bool) -> None:
-    plain, feed = make_stepper(DoubleDigits(CONFIG), 32, 64)
+    plain, feed = make_stepper(DoubleDigits(UNEVEN_EXPERTS), 32, 64)
     events = Events()
-    task = OutOfMemory(DoubleDigits(CONFIG), max_samples=9, calls=range(6, 9), in_backward=in_backward)
+    task = OutOfMemory(
+        DoubleDigits(UNEVEN_EXPERTS), max_samples=9, calls=range(6, 9), in_backward=in_backward
+    )
     halved, halved_feed = make_stepper(task, 32, 64, emit=events)
     assert_same_steps(run_steps(halved, halved_feed, 8), run_steps(plain, feed, 8))
     assert_gradients_equal(gradients(halved.strategy.model), gradients(plain.strategy.model), 1e-10, 1e-12)
@@ -223,7 +216,7 @@ def assert_same_steps(totals: list[Totals], expected: list[Totals]) -> None:
 
 def test_the_micro_batch_grows_back() -> None:
     events = Events()
-    task = OutOfMemory(Digits(CONFIG), max_samples=4, calls=range(1, 2))
+    task = OutOfMemory(Digits(UNEVEN_EXPERTS), max_samples=4, calls=range(1, 2))
     stepper, feed = make_stepper(task, 8, 8, emit=events)
     run_steps(stepper, feed, GROW_AFTER)
     assert stepper.max_pass_samples == 4
@@ -233,7 +226,7 @@ def test_the_micro_batch_grows_back() -> None:
 
 
 def test_one_sample_that_does_not_fit_is_a_resource_error() -> None:
-    stepper, feed = make_stepper(OutOfMemory(Digits(CONFIG), max_samples=0), 4, 4)
+    stepper, feed = make_stepper(OutOfMemory(Digits(UNEVEN_EXPERTS), max_samples=0), 4, 4)
     with pytest.raises(ResourceError, match="micro-batch of one sample"):
         run_steps(stepper, feed, 1)
 
@@ -246,7 +239,7 @@ def test_a_users_exception_is_shown_with_its_own_frame() -> None:
         def loss(self, model: nn.Module, batch: Any) -> Loss:
             raise ZeroDivisionError("my own mistake")
 
-    stepper, feed = make_stepper(Broken(CONFIG), 4, 4)
+    stepper, feed = make_stepper(Broken(UNEVEN_EXPERTS), 4, 4)
     with pytest.raises(TaskFailed) as caught:
         run_steps(stepper, feed, 1)
     first, _, rest = str(caught.value).partition("\n")
@@ -256,7 +249,7 @@ def test_a_users_exception_is_shown_with_its_own_frame() -> None:
 
 
 def test_a_batch_on_another_device_is_refused() -> None:
-    stepper, _ = make_stepper(Digits(CONFIG), 4, 4)
+    stepper, _ = make_stepper(Digits(UNEVEN_EXPERTS), 4, 4)
     batch = TensorData(torch.zeros(4, 3, device="meta")).tensors
     with pytest.raises(UserError, match="is on meta; the model is on cpu"):
         stepper._forward(batch, 4, last=True)
@@ -274,7 +267,7 @@ def test_randomness_depends_on_seed_and_step_alone() -> None:
 
     def losses() -> list[float]:
         torch.manual_seed(99)  # for the weights; the steps do not draw from this state
-        stepper, feed = make_stepper(Dropping(CONFIG), 8, 8)
+        stepper, feed = make_stepper(Dropping(UNEVEN_EXPERTS), 8, 8)
         torch.rand(int(torch.randint(1, 9, ())))
         return [mean_loss(t) for t in run_steps(stepper, feed, 3)]
 

@@ -21,6 +21,7 @@ from orchestrator.train.strategies.buffers import no_buffers, running_statistics
 from orchestrator.train.strategies.ddp import DDPOptions
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.steppers import (
+    UNEVEN_EXPERTS,
     DoubleDigits,
     DoubleText,
     assert_gradients_equal,
@@ -29,7 +30,6 @@ from tests.support.steppers import (
     run_steps,
 )
 from tests.support.worker_runs import (
-    CONFIG,
     CPU,
     WorkerCase,
     assert_weights_close,
@@ -66,7 +66,7 @@ def test_workers_are_exact_in_fp64(case: WorkerCase) -> None:
     [(Digits, 2, 32, 64), (Digits, 3, 8, 64), (Text, 4, 4, 16)],
 )
 def test_workers_are_exact_in_fp32(task: type, workers: int, micro_batch: int, global_batch: int) -> None:
-    config = CONFIG.but(balance_loss=0.01)
+    config = UNEVEN_EXPERTS.but(balance_loss=0.01)
     case = WorkerCase(task, workers, micro_batch, global_batch, steps=50, config=config)
     assert_workers_follow_one_process_in_fp32(case)
 
@@ -230,7 +230,7 @@ def running_mean_on_rank(rank: int, size: int, store: str, broadcast: bool) -> l
     """The running mean at the beginning of the fourth step."""
     with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 30) as world:
         options = DDPOptions(buffers=running_statistics if broadcast else no_buffers)
-        stepper, feed = make_stepper(Normed(CONFIG), 8, 16, world=world, options=options)
+        stepper, feed = make_stepper(Normed(UNEVEN_EXPERTS), 8, 16, world=world, options=options)
         strategy: Any = stepper.strategy
         run_steps(stepper, feed, 3)
         strategy.begin_step(all_have_samples=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.tasks.digits import Digits
-from tests.support.steppers import DoubleDigits, DoubleText
+from tests.support.steppers import UNEVEN_EXPERTS, DoubleDigits, DoubleText
 from tests.support.worker_runs import (
-    CONFIG,
     WorkerCase,
     assert_workers_equal_one_process,
     assert_workers_follow_one_process_in_fp32,
@@ -29,6 +28,6 @@ def test_sharded_workers_are_exact_in_fp64(case: WorkerCase) -> None:
 
 
 def test_sharded_workers_are_exact_in_fp32() -> None:
-    config = CONFIG.but(balance_loss=0.01)
+    config = UNEVEN_EXPERTS.but(balance_loss=0.01)
     case = WorkerCase(Digits, 2, 8, 64, sharding="zero3", steps=50, config=config)
     assert_workers_follow_one_process_in_fp32(case)
