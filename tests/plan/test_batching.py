@@ -1,51 +1,18 @@
-"""Sizes of a step: starting values by memory, micro-batches that fit, and the sizes that flags
-set."""
+"""Sizes of a step on one worker: starting values by memory, the sizes that flags set, and
+micro-batches that fit."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from orchestrator.config.settings import Config
-from orchestrator.errors import UserError
 from orchestrator.plan.batching import MEMORY_CLASSES, Batching, plan_batches
-from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
+from orchestrator.plan.estimate import estimate_memory
 from orchestrator.types import GIB, MIB, Choice, Rejected, bytes_text
-from tests.support.inventories import configs, model, models
-
-BATCH_NAMES = (
-    "batch_size",
-    "accumulation_steps",
-    "global_batch_size",
-    "eval_batch_size",
-    "auto",
-    "debug",
-    "activation_checkpointing",
-)
-
-
-def batches(
-    facts: ModelFacts | None = None,
-    memory_total: float | None = None,
-    limit_bytes: float = 64.0 * GIB,
-    **given: Any,
-) -> Batching:
-    gpu_memory = None if memory_total is None else int(memory_total)
-    return plan_batches(Config.of(**given), facts or model(), gpu_memory, limit_bytes, None)
-
-
-def memory_of(samples: int, facts: ModelFacts | None = None) -> float:
-    """Bytes that so many samples need."""
-    return estimate_memory(facts or model(), samples, recompute=False, limit_bytes=None).total
-
-
-def sizes(chosen: Batching) -> tuple[int, int, int]:
-    """Micro-batch, accumulation steps and global batch."""
-    return chosen.batch_size.value, chosen.accumulation.value, chosen.global_batch.value
-
+from tests.support.batch_plans import batches, memory_of, shared, sizes
+from tests.support.inventories import model
 
 # --- the table of memory classes
 
@@ -243,225 +210,10 @@ def test_the_reason_of_the_evaluation_batch_explains_its_size():
     assert "no validation samples" in batches(model(validation_samples=0), batch_size=32).evaluation.reason
 
 
-# --- over several workers
-
-
-def shared(
-    workers: int, /, facts: ModelFacts | None = None, known: dict[str, int] | None = None, **given: Any
-) -> Batching:
-    """The sizes for so many workers with 64 GiB each; ``sharding`` and ``limit_bytes`` may be
-    given too."""
-    limit_bytes = given.pop("limit_bytes", 64.0 * GIB)
-    sharding = given.pop("sharding", ModelSharding(workers))
-    return plan_batches(Config.of(**given), facts or model(), 80 * 10**9, limit_bytes, known, sharding)
-
-
-@pytest.mark.parametrize(
-    ("workers", "given_settings", "expected"),
-    [
-        (4, {}, (64, 1, 256)),
-        (3, {}, (64, 1, 192)),
-        (4, {"batch_size": 32}, (32, 1, 128)),
-        (4, {"batch_size": 32, "accumulation_steps": 2}, (32, 2, 256)),
-        (4, {"batch_size": 32, "global_batch_size": 256}, (32, 2, 256)),
-        (4, {"batch_size": 32, "global_batch_size": 300}, (32, 3, 300)),
-        (4, {"batch_size": 32, "global_batch_size": 64}, (16, 1, 64)),
-        (4, {"accumulation_steps": 2, "global_batch_size": 256}, (32, 2, 256)),
-        (4, {"accumulation_steps": 2, "global_batch_size": 250}, (32, 2, 250)),
-        (3, {"global_batch_size": 100}, (34, 1, 100)),
-        (4, {"global_batch_size": 4}, (1, 1, 4)),
-        (4, {"accumulation_steps": 4}, (16, 4, 256)),
-        (4, {"batch_size": 20_000}, (2_500, 1, 10_000)),
-        (4, {"debug": True}, (4, 1, 16)),
-        (4, {"auto": False}, (32, 1, 128)),
-        (4, {"auto": False, "global_batch_size": 100}, (25, 1, 100)),
-        (2, {"auto": False, "global_batch_size": 100}, (32, 2, 100)),
-        (2, {"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 2}, (8, 2, 32)),
-    ],
-)
-def test_sizes_over_workers(workers: int, given_settings: dict[str, Any], expected: tuple[int, int, int]):
-    assert sizes(shared(workers, **given_settings)) == expected
-
-
-@pytest.mark.parametrize(
-    ("given_settings", "expected"),
-    [
-        ({}, (10, 1, 40)),
-        ({"auto": False}, (10, 1, 40)),
-        ({"accumulation_steps": 3}, (10, 3, 120)),
-        ({"batch_size": 32}, (32, 1, 128)),
-        ({"global_batch_size": 256}, (64, 1, 256)),
-        ({"debug": True}, (4, 1, 16)),
-    ],
-)
-def test_the_batch_of_a_loader_is_the_default_of_each_worker(
-    given_settings: dict[str, Any], expected: tuple[int, int, int]
-):
-    chosen = shared(4, model(loader_batch=10), **given_settings)
-    assert sizes(chosen) == expected
-    assert ("batch_size of the DataLoader" in chosen.batch_size.reason) == (chosen.batch_size.value == 10)
-
-
-def test_a_batch_larger_than_a_workers_share_is_cut_and_says_so():
-    chosen = shared(4, batch_size=32, global_batch_size=64)
-    assert chosen.batch_size.reason == "set by --batch-size 32, cut to 16: a worker's share of 64 samples"
-    assert shared(4, batch_size=32).batch_size.reason == "set by --batch-size 32"
-    beyond_the_data = "set by --batch-size 20000, cut to the 10000 samples of the data"
-    assert shared(1, batch_size=20_000).batch_size.reason == beyond_the_data
-
-
-@pytest.mark.parametrize(("workers", "times"), [(1, ""), (2, " × 2 workers"), (3, " × 3 workers")])
-def test_reasons_of_the_global_batch_count_the_workers(workers: int, times: str):
-    accumulated = shared(workers, batch_size=8, accumulation_steps=2)
-    assert accumulated.global_batch.reason == f"it is batch 8 × accumulation 2{times}"
-    measured = shared(workers, known={"batch_size": 8}, batch_size="auto")
-    assert measured.global_batch.reason == f"it is one measured batch{times}"
-    in_two = shared(workers, batch_size=8, global_batch_size=16 * workers).accumulation
-    assert in_two.reason == f"{16 * workers} samples take 2 micro-batches of 8{times}"
-    over = f", over {workers} workers" if workers > 1 else ""
-    assert shared(workers).global_batch.reason == f"an optimizer step has this many samples{over}"
-
-
 def test_the_reason_of_a_batch_to_be_measured_says_how_much_fits():
     chosen = batches(batch_size="auto", limit_bytes=memory_of(300)).batch_size
     assert chosen.reason == "will be measured; the estimate says that up to 300 samples fit"
     assert chosen.value == 64
-
-
-def test_a_resumed_run_keeps_its_global_batch():
-    resumed = {"global_batch_size": 128}
-    assert shared(2, known=resumed).global_batch == Choice(128, "the run was started with it")
-    assert sizes(shared(2, known=resumed, batch_size=16)) == (16, 4, 128)
-    assert sizes(shared(1, known=resumed, batch_size=16, accumulation_steps=2)) == (16, 8, 128)
-    assert sizes(shared(3, known=resumed, debug=True)) == (4, 11, 128)
-    assert sizes(shared(2, known=resumed, global_batch_size=64)) == (32, 1, 64)
-    fitting = memory_of(20)
-    assert shared(2, known=resumed, accumulation_steps=1, limit_bytes=fitting).batch_size.value <= 20
-
-
-def test_a_measured_batch_is_per_worker():
-    known = {"batch_size": 24}
-    assert sizes(shared(4, known=known, batch_size="auto")) == (24, 1, 96)
-    assert sizes(shared(4, known=known, batch_size="auto", accumulation_steps=2)) == (24, 2, 192)
-    assert sizes(shared(4, known=known, batch_size="auto", global_batch_size=400)) == (24, 5, 400)
-    assert sizes(shared(4, known=known | {"global_batch_size": 64}, batch_size="auto")) == (16, 1, 64)
-
-
-def test_a_global_batch_smaller_than_the_workers_is_refused():
-    with pytest.raises(
-        UserError, match=r"^8 workers need a global batch of at least 8 samples; it has 6 \(set by"
-    ) as caught:
-        shared(8, global_batch_size=6)
-    assert "raise --global-batch-size" in str(caught.value)
-    with pytest.raises(UserError, match=r"it has 5 .*\. Lower --workers$"):
-        shared(8, model(samples=5))
-
-
-def test_each_worker_evaluates_its_share():
-    assert shared(4, batch_size=32).evaluation.value == 64
-    assert shared(4, model(validation_samples=10), batch_size=32).evaluation.value == 3
-
-
-def test_sharding_allows_a_larger_batch():
-    facts = model(parameters=10**9, trainable=10**9)
-    limit_bytes = memory_of(20, facts)
-    replicated = shared(4, facts, limit_bytes=limit_bytes)
-    sharded = shared(4, facts, limit_bytes=limit_bytes, sharding=ModelSharding(4, "zero2"))
-    assert replicated.batch_size.value <= 20
-    assert sharded.batch_size.value == 64
-
-
-def test_remote_experts_allow_a_larger_batch():
-    facts = model(parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8)
-    limit_bytes = memory_of(20, facts)
-    assert shared(4, facts, limit_bytes=limit_bytes).batch_size.value <= 20
-    assert (
-        shared(4, facts, limit_bytes=limit_bytes, sharding=ModelSharding(4, "experts")).batch_size.value == 64
-    )
-
-
-@pytest.mark.parametrize(
-    ("given_settings", "expected"),
-    [
-        ({}, (64, 1, 64)),
-        ({"batch_size": 32}, (32, 1, 32)),
-        ({"batch_size": 32, "accumulation_steps": 2}, (32, 2, 64)),
-        ({"batch_size": 32, "global_batch_size": 256}, (32, 8, 256)),
-        ({"accumulation_steps": 2, "global_batch_size": 256}, (128, 2, 256)),
-        ({"global_batch_size": 3}, (3, 1, 3)),
-        ({"debug": True}, (4, 1, 4)),
-    ],
-)
-def test_a_primary_gate_puts_the_whole_batch_on_one_host(
-    given_settings: dict[str, Any], expected: tuple[int, int, int]
-):
-    chosen = shared(4, sharding=ModelSharding(4, "experts", primary=True), **given_settings)
-    assert sizes(chosen) == expected
-    assert "workers" not in chosen.global_batch.reason + chosen.accumulation.reason
-    assert chosen.evaluation.value == min(1_000, 2 * expected[0]) or "debug" in given_settings
-
-
-# --- properties for any settings
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    config=st.one_of(configs(*BATCH_NAMES), configs(*reversed(BATCH_NAMES)), configs()),
-    facts=models(),
-    memory_total=st.one_of(st.none(), st.integers(2 * GIB, 200 * GIB)),
-    limit_bytes=st.floats(0, 400.0 * GIB),
-    workers=st.sampled_from([1, 1, 2, 3, 8]),
-)
-def test_batch_and_accumulation_cover_the_global_batch_exactly(
-    config: Config, facts: ModelFacts, memory_total: int | None, limit_bytes: float, workers: int
-):
-    try:
-        chosen = plan_batches(config, facts, memory_total, limit_bytes, None, ModelSharding(workers))
-    except UserError:
-        wanted = config.batch.global_batch_size
-        assert facts.at_most(workers) < workers or (wanted is not None and wanted < workers)
-        return
-    batch, parts, whole = sizes(chosen)
-    assert min(batch, parts, whole, chosen.evaluation.value) >= 1
-    assert batch * parts * workers >= whole
-    assert batch * (parts - 1) * workers < whole, "a micro-batch would be empty"
-    assert workers <= whole == facts.at_most(whole)
-    assert (batch - 1) * workers < whole
-    if config.batch.global_batch_size and not config.run.debug:
-        assert whole == facts.at_most(config.batch.global_batch_size)
-    choices = [
-        chosen.starting,
-        chosen.batch_size,
-        chosen.accumulation,
-        chosen.global_batch,
-        chosen.evaluation,
-        chosen.recompute,
-    ]
-    assert all(choice.reason for choice in choices)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    facts=models(),
-    memory_total=st.one_of(st.none(), st.integers(2 * GIB, 200 * GIB)),
-    limit_bytes=st.floats(0, 400.0 * GIB),
-    data=st.data(),
-)
-def test_a_freely_chosen_batch_fits_unless_nothing_does(
-    facts: ModelFacts, memory_total: int | None, limit_bytes: float, data: st.DataObject
-):
-    config = data.draw(
-        st.one_of(
-            configs("global_batch_size"), configs("accumulation_steps"), configs("activation_checkpointing")
-        )
-    )
-    chosen = plan_batches(config, facts, memory_total, limit_bytes, None)
-    recompute = chosen.recompute.value
-    fits = estimate_memory(facts, chosen.batch_size.value, recompute, limit_bytes).fits
-    assert fits == estimate_memory(facts, 1, recompute, limit_bytes).fits
-    if not fits:
-        assert chosen.batch_size.value == 1
-        assert "more than" in chosen.batch_size.reason
 
 
 @pytest.mark.parametrize(
