@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.optim import OptimSettings
 from orchestrator.config.reference import setting_texts
 from orchestrator.config.settings import Config, flat_names, section_types, setting_types
 from orchestrator.errors import UserError
@@ -290,3 +293,9 @@ def test_the_configuration_of_a_language_model_fixes_its_experts():
         ):
             Config.of(task="lm", model="a", **settings)
     assert Config.of(task="lm", model="a", balance_loss=0.1, balance_bias=0.01).moe.balance_bias == 0.01
+
+
+def test_the_defaults_of_adamw_are_those_of_torch():
+    defaults = inspect.signature(torch.optim.AdamW).parameters
+    settings = OptimSettings()
+    assert (settings.betas, settings.eps) == (defaults["betas"].default, defaults["eps"].default)
