@@ -21,8 +21,8 @@ from orchestrator.report.run.page import draw_report
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote import mirror
+from tests.support.blob_trainers import Blobs, blobs, settings
 from tests.support.language_models import lm_config
-from tests.test_trainer import Blobs, blobs, settings
 
 
 class Splits(Blobs):
