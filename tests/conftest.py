@@ -28,7 +28,7 @@ settings.load_profile("without deadlines")
 _RAY_FILES = (
     "tests/test_documentation.py",
     "tests/experts/test_actor_host.py",
-    "tests/runtime/cluster/test_auth.py",
+    "tests/runtime/cluster/test_auth_clusters.py",
     "tests/runtime/cluster/test_prestart.py",
     "tests/runtime/data_parallel/test_fit.py",
     "tests/runtime/expert_parallel/test_calls.py",
@@ -41,6 +41,7 @@ _RAY_FILES = (
     "tests/runtime/sweep/test_run.py",
     "tests/runtime/test_evaluation.py",
     "tests/runtime/test_namespaces.py",
+    "tests/security/test_cluster_leaks.py",
 )
 
 
