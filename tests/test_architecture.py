@@ -1,5 +1,5 @@
-"""Tests of the import rules: package order, sub-package order, cycles, and the homes of Ray, torch
-and the environment.
+"""Tests of the import rules: package order, sub-package order, and the homes of Ray, torch and the
+environment.
 
 Imports inside functions and under ``TYPE_CHECKING`` count.
 """
@@ -7,13 +7,11 @@ Imports inside functions and under ``TYPE_CHECKING`` count.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.source_trees import IMPORTS, MODULES, PRIVATE_RAY, TREES, Import, imports_of, is_within
 
 LAYERS = (
     "storage",
@@ -83,61 +81,10 @@ RAY_FREE = {
     "orchestrator.runtime.expert_parallel.heartbeats",
     "orchestrator.runtime.expert_parallel.stuck",
 }
-PRIVATE_RAY = ("ray._private", "ray._raylet", "ray._common", "ray.core.generated", "ray.train.v2._internal")
 PRIVATE_RAY_HOMES = {"orchestrator.runtime.ray_internals"}
 
 DISTRIBUTED_PACKAGES = ("experts.group", "orchestrator.train.parts.world", "orchestrator.train.strategies")
 ENVIRONMENT_PACKAGES = ("orchestrator.plan.inventory.hardware", "orchestrator.runtime.cluster")
-
-
-@dataclass(frozen=True)
-class Import:
-    importer: str
-    name: str
-    late: bool = False
-    typing_only: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.importer} imports {self.name}"
-
-
-def find_modules() -> dict[str, Path]:
-    found = {}
-    for package in ("orchestrator", "experts"):
-        for path in (ROOT / package).rglob("*.py"):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path
-    return found
-
-
-MODULES = find_modules()
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
-
-
-def imports_of(module: str, tree: ast.AST, late: bool = False, typing_only: bool = False) -> Iterator[Import]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import):
-            yield from (Import(module, alias.name, late, typing_only) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative import"
-            for alias in node.names:
-                full_name = f"{node.module}.{alias.name}"
-                # `from ray import _private` names a private module as well as `from ray._private
-                # import x` does.
-                is_module = full_name in MODULES or full_name.startswith(PRIVATE_RAY)
-                yield Import(module, full_name if is_module else str(node.module), late, typing_only)
-        else:
-            in_function = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            in_type_checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-            yield from imports_of(module, node, in_function, typing_only or in_type_checking)
-
-
-IMPORTS = [entry for name, tree in TREES.items() for entry in imports_of(name, tree)]
-
-
-def is_within(module: str, packages: Iterable[str]) -> bool:
-    """Whether a module is one of these modules or packages, or lies below one."""
-    return any(module == package or module.startswith(package + ".") for package in packages)
 
 
 # The rules. Each takes one import and says whether it is allowed.
@@ -269,71 +216,7 @@ def test_a_planted_violation_is_found(rule: Callable[[Import], bool], importer: 
     assert not all(rule(entry) for entry in imports_of(importer, ast.parse(statement)))
 
 
-# Cycles, between modules and between sub-packages.
-
-
-def package_of(module: str) -> str:
-    """The package or sub-package of a module, which the rule about sub-packages compares."""
-    return (
-        module if module in MODULES and MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
-    )
-
-
-def find_cycle(edges: dict[str, set[str]]) -> list[str]:
-    """One cycle of a directed graph; empty when there is none."""
-    done: set[str] = set()
-
-    def visit(name: str, path: tuple[str, ...]) -> list[str]:
-        if name in path:
-            return [*path[path.index(name) :], name]
-        if name not in done:
-            for following in sorted(edges.get(name, ())):
-                if found := visit(following, (*path, name)):
-                    return found
-            done.add(name)
-        return []
-
-    for name in sorted(edges):
-        if found := visit(name, ()):
-            return found
-    return []
-
-
-def edges_between(imports: Iterable[Import], unit: Callable[[str], str]) -> dict[str, set[str]]:
-    edges: dict[str, set[str]] = {}
-    for entry in imports:
-        if entry.name not in MODULES or entry.importer == "orchestrator":
-            continue
-        importer, imported = unit(entry.importer), unit(entry.name)
-        if importer != imported:
-            edges.setdefault(importer, set()).add(imported)
-    return edges
-
-
-def test_no_module_is_in_an_import_cycle() -> None:
-    assert not find_cycle(edges_between(IMPORTS, lambda module: module))
-
-
-@pytest.mark.parametrize("package", ["report", "plan", "train", "measure", "runtime"])
-def test_no_sub_package_is_in_an_import_cycle(package: str) -> None:
-    """Sub-packages of one package import each other in one direction. The package's own modules
-    may stand between them."""
-    prefix = f"orchestrator.{package}"
-
-    def unit(module: str) -> str:
-        parent = package_of(module)
-        return parent if is_within(module, [prefix]) and parent != prefix else module
-
-    inside = [e for e in IMPORTS if is_within(e.importer, [prefix]) and is_within(e.name, [prefix])]
-    assert not find_cycle(edges_between(inside, unit))
-
-
-def test_a_planted_cycle_is_found() -> None:
-    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
-    assert not find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
-
-
-# The environment, package files, and code that loads code.
+# The environment, and package files.
 
 
 def reads_environment(tree: ast.AST) -> list[int]:
@@ -367,130 +250,3 @@ def test_package_files_are_empty() -> None:
         if path.name == "__init__.py" and name not in PUBLIC and path.read_text(encoding="utf-8").strip()
     ]
     assert not full, full
-
-
-PICKLES = {
-    "pickle",
-    "_pickle",
-    "cloudpickle",
-    "marshal",
-    "shelve",
-    "dill",
-    "joblib",
-    "jsonpickle",
-    "copyreg",
-    "code",
-}
-EXECUTES = {
-    "eval",
-    "exec",
-    "compile",
-    "__import__",
-    "os.system",
-    "os.popen",
-    "runpy.run_path",
-    "runpy.run_module",
-}
-LOADS = {
-    "torch.load",
-    "np.load",
-    "numpy.load",
-    "joblib.load",
-    "pd.read_pickle",
-    "pandas.read_pickle",
-    "torch.jit.load",
-    "torch.package",
-}
-YAML_LOADS = {
-    "yaml.load",
-    "yaml.load_all",
-    "yaml.full_load",
-    "yaml.unsafe_load",
-    "yaml.Loader",
-    "yaml.FullLoader",
-    "yaml.UnsafeLoader",
-}
-IMPORTERS = {
-    "orchestrator": "re-exports a fixed list of names",
-    "orchestrator.cli.main": "imports the module of a verb, from a fixed list",
-    "orchestrator.runtime.cluster.import_hook": "imports a fixed list of modules",
-    "orchestrator.train.parts.compiling": "imports one private module of torch by a fixed name",
-    "orchestrator.tasks.load": "imports a built-in task, from a fixed list",
-    "orchestrator.tasks.named_object": "the user names an object on the command line or in a config",
-    "orchestrator.cli.completion": "imports the modules of the verbs, from a fixed list",
-}
-
-
-def unpickling_imports(tree: ast.AST) -> list[str]:
-    """Imports of modules or functions that unpickle."""
-    whole = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    parts = [
-        (str(node.module), alias.name)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    ]
-    wrong = [name for name in whole if PICKLES & set(name.split("."))]
-    wrong += [f"{module}.{name}" for module, name in parts if PICKLES & {*module.split("."), name}]
-    loads = LOADS | YAML_LOADS
-    return wrong + [
-        f"{module}.{name}"
-        for module, name in parts
-        if f"{module}.{name}" in loads or module == "torch.serialization"
-    ]
-
-
-def executing_calls(module: str, tree: ast.AST) -> Iterator[str]:
-    """Calls that execute what they read, shells, and arguments that allow either."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        called = ast.unparse(node.func)
-        enabled = {
-            k.arg for k in node.keywords if isinstance(k.value, ast.Constant) and k.value.value is True
-        }
-        dynamic = called.endswith((".import_module", ".exec_module")) and module not in IMPORTERS
-        unsafe = enabled & {"allow_pickle", "shell", "trust_remote_code"}
-        if called in EXECUTES | LOADS | YAML_LOADS or dynamic or unsafe:
-            yield f"{module}:{node.lineno} {called}"
-
-
-def test_nothing_is_unpickled() -> None:
-    wrong = {name: found for name, tree in TREES.items() if (found := unpickling_imports(tree))}
-    assert not wrong, wrong
-
-
-def test_no_call_loads_code_from_data() -> None:
-    """``torch.load``, ``yaml.load`` and their kind execute what they read."""
-    wrong = [call for name, tree in TREES.items() for call in executing_calls(name, tree)]
-    assert not wrong, wrong
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        "torch.load(path, weights_only=False)",
-        "np.load(path, allow_pickle=True)",
-        "numpy.lib.npyio.load(path, allow_pickle=True)",
-        "yaml.load(text, Loader=yaml.Loader)",
-        "eval(text)",
-        "subprocess.run(text, shell=True)",
-        "importlib.import_module(name)",
-        "exec(text)",
-    ],
-)
-def test_planted_executions_are_found(planted: str) -> None:
-    assert list(executing_calls("orchestrator.record.x", ast.parse(planted)))
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        "import pickle",
-        "from ray import cloudpickle",
-        "import ray.cloudpickle as p",
-        "def f():\n    from torch import load",
-    ],
-)
-def test_planted_pickles_are_found(planted: str) -> None:
-    assert unpickling_imports(ast.parse(planted))
