@@ -25,7 +25,8 @@ import ray
 from orchestrator.errors import UserError
 from orchestrator.redaction import Secrets, mask_error, masked_stream
 from orchestrator.runtime.cluster.environment import set_variables, variable
-from orchestrator.runtime.folder_link import FolderLink, Link
+from orchestrator.runtime.folder_link import FolderLink
+from orchestrator.runtime.folder_server import Link
 from orchestrator.runtime.node_folder import WORKER, used_node_folder
 
 # The driver imports this module before it plans a run; torch is imported where it is needed.

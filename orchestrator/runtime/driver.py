@@ -33,7 +33,7 @@ from orchestrator.runtime.cluster.ray_metrics import RayMetrics
 from orchestrator.runtime.cluster.session import wait_for_slots
 from orchestrator.runtime.cluster.survey import resources_now
 from orchestrator.runtime.failures import final_error
-from orchestrator.runtime.folder_link import Link
+from orchestrator.runtime.folder_server import Link
 from orchestrator.runtime.node_folder import node_folder
 from orchestrator.runtime.ray_internals import (
     logs_folder,

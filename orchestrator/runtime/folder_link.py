@@ -1,41 +1,28 @@
-"""A link between the driver's run folder and that of a worker on a node that does not see it.
+"""A worker's end of the link between the driver's run folder and that of a worker that does not see it.
 
 The worker works in a folder of its own node. A thread of it sends the driver what is new there: events
 and logs as they grow, and small files that have changed. It brings back the driver's requests and its
 answers. Checkpoints do not pass here: each worker uploads its own files (``train.remote.node_store``).
 
-The driver's side is an actor on the driver's node, which writes into the driver's run folder."""
+``folder_server`` is the driver's end."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.record.events import truncate_torn_line, whole_line_bytes
+from orchestrator.record.events import whole_line_bytes
 from orchestrator.record.remote_record import EVENTS
 from orchestrator.runtime.failures import cause_of
-from orchestrator.runtime.linked_files import (
-    append,
-    begin_files,
-    events_tail,
-    file_version,
-    piece_end,
-    read_range,
-    run_files,
-    unwritten,
-)
-from orchestrator.storage.folder import is_safe_name
+from orchestrator.runtime.folder_server import Change, Link
+from orchestrator.runtime.linked_files import file_version, piece_end, read_range, run_files
 from orchestrator.storage.local_files import replace_file
-from orchestrator.train.remote.publish_requests import FOLDER as PUBLISH_REQUESTS
 from orchestrator.train.remote.publish_requests import answer_names
 from orchestrator.types import bytes_text, first_line
 
@@ -46,113 +33,8 @@ _FLUSH_SECONDS = 5.0
 _LAST_SECONDS = 60.0
 _MAX_PIECE_BYTES = 2**22
 _MAX_FILE_BYTES = 2**26
-_NUM_THREADS = 8
 
 _logger = logging.getLogger("orchestrator")
-
-
-@dataclass(frozen=True)
-class Link:
-    """The driver's end of the links of a run, as the workers get it."""
-
-    url: str
-    """The remote folder of the run."""
-    server: Any
-    """The actor that writes into the driver's run folder."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """A file that has changed, or bytes to append to it."""
-
-    name: str
-    data: bytes
-    append: bool
-    number: int
-    """Counts the changes of a worker: one that is sent again, after a lost reply, is written once."""
-
-
-def start_server(run_dir: Path, always: Sequence[str]) -> Any:
-    """Start the actor on the driver's node. ``always`` are names of files that all workers want."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(FolderServer).options(
-        num_cpus=0, max_restarts=-1, max_concurrency=_NUM_THREADS, scheduling_strategy=here
-    )
-    return actor.remote(run_dir, tuple(always))
-
-
-class FolderServer:
-    """Writes what the workers send into the driver's run folder."""
-
-    def __init__(self, run_dir: Path, always: tuple[str, ...]) -> None:
-        self._run_dir = run_dir
-        self._always = always
-        self._writer = 0
-        """The worker whose events count: the last one that opened the record."""
-        self._num_written: dict[int, int] = {}
-        """Number of the last change that was written, by worker; none of before a restart."""
-        self._lock = threading.Lock()
-
-    def open(self, is_main: bool) -> tuple[int, dict[str, bytes]]:
-        """Return a number for a worker, and the files of the run that it needs to begin."""
-        with self._lock:
-            # A later worker has a higher number, also where the clock was set back.
-            writer = max(time.time_ns(), max(self._num_written, default=0) + 1)
-            self._num_written[writer] = 0
-            if is_main:
-                self._writer = writer
-                truncate_torn_line(self._run_dir / EVENTS)
-            files = {name: path.read_bytes() for name, path in begin_files(self._run_dir)}
-            files[EVENTS] = events_tail(self._run_dir / EVENTS)
-            return writer, files | self._read(self._always)
-
-    def exchange(self, writer: int, changes: Sequence[Change], wanted: Sequence[str]) -> dict[str, bytes]:
-        """Write what has changed, in this order. Return the files that the worker wants, if they exist."""
-        with self._lock:
-            is_known = writer in self._num_written
-            num_written = self._num_written.get(writer, 0)
-            for change in changes:
-                is_new = not is_known or change.number > num_written
-                if is_new and is_safe_name(change.name) and self._may_write(writer, change):
-                    self._write(change if is_known else self._unwritten(change))
-                num_written = max(change.number, num_written)
-                if is_known:
-                    self._num_written[writer] = num_written
-            # Not before: if a write fails, those of a killed server must be looked for again.
-            self._num_written[writer] = num_written
-            return self._read((*self._always, *wanted))
-
-    def _may_write(self, writer: int, change: Change) -> bool:
-        """Whether a change is not of a group that was left, if it is an event or a request to publish.
-
-        The next group writes the events now. It may have resumed from a checkpoint before the one that the
-        late request would publish."""
-        if change.name != EVENTS and not change.name.startswith(f"{PUBLISH_REQUESTS.as_posix()}/"):
-            return True
-        # The numbers of workers rise with time: a restarted server learns the last one from its events.
-        self._writer = max(writer, self._writer)
-        return writer == self._writer
-
-    def _unwritten(self, change: Change) -> Change:
-        """Return what a killed server, whose reply was lost, has not written of a change."""
-        if not change.append:
-            return change
-        return replace(change, data=unwritten(self._run_dir / change.name, change.data))
-
-    def _write(self, change: Change) -> None:
-        path = self._run_dir / change.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if change.append:
-            append(path, change.data)
-        else:
-            replace_file(path, change.data)
-
-    def _read(self, names: Sequence[str]) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
-        for name in filter(is_safe_name, names):
-            with suppress(FileNotFoundError):
-                found[name] = (self._run_dir / name).read_bytes()
-        return found
 
 
 class FolderLink:

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.errors import UserError
 from orchestrator.runtime.bootstrap import LINKED_FILES, NONCE_FILE
-from orchestrator.runtime.folder_link import Link, start_server
+from orchestrator.runtime.folder_server import Link, start_server
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.files import MANIFEST
 from orchestrator.train.remote.checkpoints import CHECKPOINTS

@@ -22,7 +22,7 @@ from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.runtime import driver as module
 from orchestrator.runtime.bootstrap import REQUESTS_FILE, Assignment
 from orchestrator.runtime.driver import Attempt, AttemptResult, Observers, drive
-from orchestrator.runtime.folder_link import Link
+from orchestrator.runtime.folder_server import Link
 from orchestrator.runtime.recovery import Failure, GiveUp
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.storage.folder import RemoteFolder

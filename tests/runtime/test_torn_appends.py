@@ -12,7 +12,8 @@ import pytest
 from orchestrator.record.events import Event, EventLog, encode_event, read_events
 from orchestrator.record.tail import Follower
 from orchestrator.runtime import folder_link
-from orchestrator.runtime.folder_link import Change, FolderLink, FolderServer, Link
+from orchestrator.runtime.folder_link import FolderLink
+from orchestrator.runtime.folder_server import Change, FolderServer, Link
 
 EVENTS = "events.jsonl"
 

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
-from orchestrator.runtime.folder_link import Link
+from orchestrator.runtime.folder_server import Link
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote import retry
 
