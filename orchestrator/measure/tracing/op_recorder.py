@@ -87,10 +87,12 @@ _FREE = {
 
 @dataclass(frozen=True)
 class MemoryPeaks:
-    """Most bytes alive at once, apart from parameters and their gradients."""
+    """Most bytes alive at once, apart from parameters and the gradients of blocks."""
 
     whole: float
     """In the whole pass. Activations of all blocks are among them."""
+    without_gradients: float
+    """In the whole pass, apart from the gradients of all parameters."""
     last: float
     """While gradients of blocks accumulate. Near the end of a pass the gradients of all blocks are alive next
     to it."""
@@ -115,7 +117,9 @@ class OpRecorder(TorchDispatchMode):
         self._sorts = 0
         self._before_wait: MicroBatchOps | None = None
         self._peak_bytes = 0.0
+        self._block_gradient_bytes = 0.0
         self._gradient_bytes = 0.0
+        self._peak_without_block_gradients = 0.0
         self._peak_without_gradients = 0.0
         self._last_peak = 0.0
 
@@ -162,9 +166,11 @@ class OpRecorder(TorchDispatchMode):
         size = -(-storage.nbytes() // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
         self._alive_bytes += size
         self._peak_bytes = max(self._peak_bytes, self._alive_bytes)
-        without_gradients = self._alive_bytes - self._gradient_bytes
-        self._peak_without_gradients = max(self._peak_without_gradients, without_gradients)
-        self._last_peak = max(self._last_peak, without_gradients)
+        of_pass = self._alive_bytes - self._gradient_bytes
+        self._peak_without_gradients = max(self._peak_without_gradients, of_pass)
+        without_block_gradients = self._alive_bytes - self._block_gradient_bytes
+        self._peak_without_block_gradients = max(self._peak_without_block_gradients, without_block_gradients)
+        self._last_peak = max(self._last_peak, without_block_gradients)
         weakref.finalize(storage, self._forget_storage, storage._cdata, size)
 
     def _forget_storage(self, address: int, size: float) -> None:
@@ -175,12 +181,21 @@ class OpRecorder(TorchDispatchMode):
     def record_gradient(self, parameter: Tensor) -> None:
         """Record that the gradient of a parameter is complete. It stays alive to the end."""
         assert parameter.grad is not None
-        if not self._gradient_bytes:
-            self._last_peak = 0.0
         self._gradient_bytes += parameter.grad.nbytes
 
+    def record_block_gradient(self, parameter: Tensor) -> None:
+        """Record that the gradient of a block's parameter is complete, in addition to ``record_gradient``."""
+        assert parameter.grad is not None
+        if not self._block_gradient_bytes:
+            self._last_peak = 0.0
+        self._block_gradient_bytes += parameter.grad.nbytes
+
     def recorded_memory(self) -> MemoryPeaks:
-        return MemoryPeaks(self._peak_without_gradients, self._last_peak)
+        return MemoryPeaks(
+            whole=self._peak_without_block_gradients,
+            without_gradients=self._peak_without_gradients,
+            last=self._last_peak,
+        )
 
     def record_expert_product(
         self, rows: int, experts: int, sizes: tuple[int, int], layout: ProductLayout, dtype: torch.dtype

@@ -29,10 +29,13 @@ def all_blocks(base: TracedOps, pairs: list[tuple[TracedOps, int]], gradient_byt
     between, what is alive grows or falls evenly, so the larger of the two is the peak."""
     ops = _add_up(base.ops, [(pair.ops, further) for pair, further in pairs])
     begin = base.memory.whole
+    without_gradients = base.memory.without_gradients
     for pair, further in pairs:
         begin += further * (pair.memory.whole - base.memory.whole)
+        without_gradients += further * (pair.memory.without_gradients - base.memory.without_gradients)
     end = gradient_bytes + max([base.memory.last, *(pair.memory.last for pair, _ in pairs)])
-    return TracedOps(replace(ops, peak_bytes=max(begin, end)), MemoryPeaks(begin, end - gradient_bytes))
+    memory = MemoryPeaks(begin, without_gradients, end - gradient_bytes)
+    return TracedOps(replace(ops, peak_bytes=max(begin, end)), memory)
 
 
 def _add_up(base: MicroBatchOps, pairs: Sequence[tuple[MicroBatchOps, int]]) -> MicroBatchOps:

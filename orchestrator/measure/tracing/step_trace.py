@@ -119,11 +119,15 @@ class _StepRun:
         """Return the operations of a pass over all blocks."""
         parameters = [self.copies.get(p, p) for p in self.model.parameters()]
         block_parameters = [self.copies.get(p, p) for p in _trained_in_blocks(self.model)]
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.recorder.record_gradient)
         for parameter in block_parameters:
-            parameter.register_post_accumulate_grad_hook(self.recorder.record_gradient)
+            parameter.register_post_accumulate_grad_hook(self.recorder.record_block_gradient)
         gradient_bytes = sum(parameter.nbytes for parameter in block_parameters)
         combine = partial(all_blocks, gradient_bytes=gradient_bytes)
-        return trace_few_blocks(self.model, lambda: self._run(parameters), combine).ops
+        traced = trace_few_blocks(self.model, lambda: self._run(parameters), combine)
+        return replace(traced.ops, pass_bytes=traced.memory.without_gradients)
 
     def _run(self, parameters: Sequence[Tensor]) -> TracedOps:
         # Of all parameters: those of blocks that are left out have gradients of an earlier pass.

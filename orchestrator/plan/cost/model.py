@@ -191,8 +191,11 @@ def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Paral
     bucketed = parallelism.devices > 1 and parallelism.strategy == "expert_parallel"
     copies = ops.gradient_bytes if bucketed else 0.0
     activations = max(ops.peak_bytes, gradients) - gradients
-    # Passes of one step are summed in fp32.
-    summed = short_gradients if parallelism.micro_batches > 1 else 0.0
+    summed = 0.0
+    if parallelism.micro_batches > 1:
+        # Passes of one step are summed in fp32. All gradients are alive when a later one begins.
+        summed = short_gradients
+        activations = max(activations, ops.pass_bytes)
     return MemoryEstimate(
         parameters=ops.weight_bytes,
         weight_copies=weight_copy_bytes(ops.copied),

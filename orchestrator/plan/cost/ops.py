@@ -137,6 +137,8 @@ class MicroBatchOps:
     peak_bytes: float = 0.0
     """Most bytes alive at once apart from parameters and optimizer state: batch, activations and
     gradients."""
+    pass_bytes: float = 0.0
+    """The same without any gradients. In a step of several passes, all of them are alive beside it."""
     before_wait: MicroBatchOps | None = None
     """The operations up to the last time that the host waits for a value of the device; None if it
     never waits.

@@ -17,6 +17,7 @@ from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.parts import adamw
+from orchestrator.types import MIB
 
 ON_GPU = TraceOptions(on_gpu=True, precision="bf16")
 ONE_BY_ONE = TraceOptions(grouped=False)
@@ -204,6 +205,30 @@ def test_recomputed_experts_have_their_forward_products_twice_and_less_memory() 
     }
     assert product_shapes(recomputed) == product_shapes(saved)
     assert recomputed.peak_bytes < 0.8 * saved.peak_bytes
+
+
+class Wide(Linears):
+    """Two layers of 512 x 512 without biases: 1 MiB of gradients each."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 512), nn.Linear(512, 512, False), nn.Linear(512, 512, False))
+
+    def train_data(self) -> TensorData:
+        return TensorData(torch.randn(1024, 12), torch.randint(6, (1024,)))
+
+
+@pytest.mark.parametrize("samples", [2, 1024])
+def test_the_memory_of_a_pass_is_without_gradients(samples: int) -> None:
+    """Few samples: the peak is that of the gradients. Many: it is that of the activations."""
+    ops = trace_micro_batch(Wide(), samples)
+    gradients = 4 * ops.trained
+    assert ops.pass_bytes <= ops.peak_bytes <= ops.pass_bytes + gradients
+    activations = 4 * samples * 512
+    if samples == 2:
+        assert ops.peak_bytes > gradients
+        assert ops.pass_bytes < MIB + 20 * activations, "one gradient that is being computed"
+    else:
+        assert ops.pass_bytes > 4 * activations
 
 
 def test_experts_of_recomputed_blocks_are_recomputed_once() -> None:

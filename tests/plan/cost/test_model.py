@@ -186,6 +186,14 @@ def test_copies_of_weights_are_counted_with_their_gradients(passes: int, gradien
     assert memory.activations == 8000 - (4 * 1000 - 2 * 600)
 
 
+@pytest.mark.parametrize(("passes", "activations"), [(1, 9000 - 4000), (2, 8500)])
+def test_the_gradients_of_one_pass_are_alive_in_the_next_one(passes: int, activations: int):
+    """A pass needs 8,500 bytes beside gradients of 4,000; the first one has not all of them yet."""
+    ops = replace(OPS, peak_bytes=9000.0, pass_bytes=8500.0)
+    memory = predict(ops, machine(), Parallelism(micro_batches=passes)).memory
+    assert (memory.gradients, memory.activations) == (4000, activations)
+
+
 def test_the_state_of_the_optimizer_and_an_average_are_counted():
     memory = predict(replace(OPS, moments=1.0, averages=1.0), machine()).memory
     assert (memory.optimizer, memory.average) == (4000.0, 4000.0)
