@@ -17,11 +17,12 @@ from orchestrator.train.checkpoint.files import MANIFEST
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.worker.plan_file import CONFIG, START_ONLY, read_earlier_model, read_earlier_plan
 from orchestrator.train.worker.prepared_run import SettingChange
-from orchestrator.train.worker.run_dir import check_links, named_folder
+from orchestrator.train.worker.run_dir import check_links, downloaded_copy, given_location, named_folder
 from orchestrator.types import count_text
 
 _NOT_TAKEN = START_ONLY | {"ray_address"}
 """Settings never taken from a folder; a run shows the user's token to the cluster that it joins."""
+_CHECKPOINTS = "checkpoints"
 _MODEL_SECTIONS = ("", "model", "moe")
 
 
@@ -57,7 +58,7 @@ def resume_settings(resolved: Resolved, results: Path) -> ResumedSettings | None
     taken = [
         name for name in flat_names() if name not in given | _NOT_TAKEN and before[name] != defaults[name]
     ]
-    origins |= dict.fromkeys(taken, f"run {folder.name}")
+    origins |= dict.fromkeys(taken, f"run {_location_of(folder).rpartition('/')[2]}")
     after = flat_values(merged)
     changes = tuple(
         SettingChange(name, before[name], after[name], origins.get(name, "default"))
@@ -76,7 +77,7 @@ def _earlier_folder(config: Config, results: Path) -> Path | None:
     if resume == "auto":
         return named_folder(config, results)
     path = Path(resume)
-    if (path / MANIFEST).exists() and path.parent.name == "checkpoints":
+    if (path / MANIFEST).exists() and path.parent.name == _CHECKPOINTS:
         return path.parent.parent
     return path
 
@@ -115,7 +116,7 @@ def _check_task(changes: Sequence[SettingChange], folder: Path) -> None:
 
 def has_checkpoints(folder: Path) -> bool:
     is_checkpoint = (folder / MANIFEST).exists()
-    return is_checkpoint or bool(CheckpointStore(folder / "checkpoints", repair=False).newest_first())
+    return is_checkpoint or bool(CheckpointStore(folder / _CHECKPOINTS, repair=False).newest_first())
 
 
 # --- the model and the plan of the earlier start
@@ -172,8 +173,18 @@ def resume_lines(
 ) -> list[str]:
     """Return lines for the screen: where the settings come from, and what differs."""
     if resumed is not None:
-        first = f"resuming with the settings of {resumed.folder / CONFIG}"
+        first = f"resuming with the settings of {_location_of(resumed.folder)}/{CONFIG}"
         return [first, *(f"changed: {change.text()}" for change in changes)]
     if resume == "auto":
         return ["no earlier start in this folder: a new run begins with the settings given"]
-    return [f"there are no settings beside {resume}: those given hold"] if resume else []
+    if resume is None:
+        return []
+    return [f"there are no settings beside {given_location(Path(resume))}: those given hold"]
+
+
+def _location_of(folder: Path) -> str:
+    """Return a run folder as people know it: its address, if it is the copy of a remote one."""
+    if downloaded_copy(folder) is None:
+        return str(folder)
+    # The address that was given may be that of a checkpoint of the run.
+    return given_location(folder).partition(f"/{_CHECKPOINTS}/")[0]
