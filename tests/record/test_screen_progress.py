@@ -3,7 +3,6 @@
 import io
 import re
 import threading
-import time
 
 import pytest
 from rich.console import Console
@@ -156,12 +155,9 @@ def test_a_step_draws_nothing_itself() -> None:
     screen = Screen(Console(file=out, force_terminal=True, width=80))
     screen(start(100_000))
     out.writers.clear()
-    start_s = time.perf_counter()
     for number in range(1, 5001):
         screen(step(number))
-    spent_us = (time.perf_counter() - start_s) / 5000 * 1e6
     assert threading.get_ident() not in out.writers
-    assert spent_us < 500  # about 2 on a quiet machine; this bound only catches drawing in the step
     screen.close()
 
 
