@@ -64,7 +64,7 @@ def token_loss(hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor) -> Token
 
 
 def _loss_without_gradients(hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor) -> TokenLoss:
-    total = hidden_TD.new_zeros((), dtype=_wide(hidden_TD.dtype))
+    total = hidden_TD.new_zeros((), dtype=wide_dtype(hidden_TD.dtype))
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
     for hidden_CD, targets_C in _chunks(hidden_TD, output_VD, targets_T):
         logits_CV = hidden_CD @ output_VD.T
@@ -109,13 +109,13 @@ def _gradients(
     """Return the loss, and its gradients by the hidden states and by the output matrix.
 
     The latter is empty unless the output matrix ``is_trained``: beside adapters it is frozen."""
-    wide = _wide(hidden_TD.dtype)
+    wide = wide_dtype(hidden_TD.dtype)
     total = hidden_TD.new_zeros((), dtype=wide)
     d_hidden_CDs: list[Tensor] = []
     # Chunks are summed in full: each of them is rounded once, as the gradient of all tokens would be.
     d_output_VD = _empty_gradient(output_VD, is_trained).zero_()
     for hidden_CD, targets_C in _chunks(hidden_TD, output_VD, targets_T):
-        loss_C, d_logits_CV = _loss_and_gradient(hidden_CD @ output_VD.T, targets_C)
+        loss_C, d_logits_CV = loss_and_gradient(hidden_CD @ output_VD.T, targets_C)
         total += loss_C.sum()
         d_hidden_CDs.append(d_logits_CV @ output_VD)
         if is_trained:
@@ -135,28 +135,33 @@ def _(
     hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor, is_trained: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     del targets_T
-    total = hidden_TD.new_empty((), dtype=_wide(hidden_TD.dtype))
+    total = hidden_TD.new_empty((), dtype=wide_dtype(hidden_TD.dtype))
     return total, torch.empty_like(hidden_TD), _empty_gradient(output_VD, is_trained)
 
 
 def _empty_gradient(output_VD: Tensor, is_trained: bool) -> Tensor:
     """Return memory for the gradient of the output matrix: none if it is frozen."""
-    wide = _wide(output_VD.dtype)
+    wide = wide_dtype(output_VD.dtype)
     return torch.empty_like(output_VD, dtype=wide) if is_trained else output_VD.new_empty(0, dtype=wide)
 
 
 def _chunks(hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    size = CHUNK_LOGITS // output_VD.shape[0]
-    size = max(1, size // _ROW_MULTIPLE * _ROW_MULTIPLE or size)
+    size = chunk_size(output_VD.shape[0])
     yield from zip(hidden_TD.split(size), targets_T.split(size), strict=True)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def chunk_size(vocabulary: int) -> int:
+    """Return the tokens of a chunk."""
+    size = CHUNK_LOGITS // vocabulary
+    return max(1, size // _ROW_MULTIPLE * _ROW_MULTIPLE or size)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type of sums: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of each token, and the gradient of their sum by the logits, in the logits' type."""
     fused = available(logits_CV) and not isinstance(logits_CV, FakeTensor)
     compute = loss_and_gradient_fused if fused else loss_and_gradient_plain
@@ -165,7 +170,7 @@ def _loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Te
 
 def loss_and_gradient_plain(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
     """Compute in plain torch."""
-    log_CV = logits_CV.to(_wide(logits_CV.dtype)).log_softmax(-1)
+    log_CV = logits_CV.to(wide_dtype(logits_CV.dtype)).log_softmax(-1)
     targets_C1 = targets_C.unsqueeze(1)
     loss_C = -log_CV.gather(1, targets_C1).squeeze(1)
     d_logits_CV = log_CV.exp_()
