@@ -16,6 +16,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.largest = 0
+        """Bytes of the largest storage that there was."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -25,6 +27,7 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self.largest = max(self.largest, storage.nbytes())
         return result
 
     def total(self) -> int:

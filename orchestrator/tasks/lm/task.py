@@ -26,6 +26,7 @@ from orchestrator.tasks.lm.adapters import add_adapters, leave_to_files, lora_op
 from orchestrator.tasks.lm.balance import StepBalance, balance_by_bias, counting
 from orchestrator.tasks.lm.building import build_causal_lm, has_recurrence
 from orchestrator.tasks.lm.example_tokens import EXAMPLE_SAMPLES, ExampleTokens
+from orchestrator.tasks.lm.labelled_loss import NO_LABEL
 from orchestrator.tasks.lm.model_folder import (
     check_installed,
     has_checkpoint,
@@ -35,6 +36,7 @@ from orchestrator.tasks.lm.model_folder import (
     load_tokenizer,
     model_folder,
 )
+from orchestrator.tasks.lm.output_layer import call_with_labels
 from orchestrator.tasks.lm.prompts import cut_prompt, first_prompts, prompt_of
 from orchestrator.tasks.metrics import Perplexity
 from orchestrator.tasks.task import Loss, StepPreview, Task
@@ -42,7 +44,6 @@ from orchestrator.tasks.task import Loss, StepPreview, Task
 if TYPE_CHECKING:
     from orchestrator.data.documents.packed import PackedDocuments
 
-_NO_LABEL = -100
 _SEQUENCE_LENGTH = 2048
 _HELD_OUT = 1 / 20
 _SECONDS_BETWEEN_NOTES = 5.0
@@ -182,10 +183,12 @@ class LanguageModel(Task):
             self._balance.prepare(preview, self._router_outputs)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-        outputs = self._call(model, batch)
         labels_BS = batch["labels"]
-        cross_entropy = _cross_entropy(outputs.logits, labels_BS)
-        count = (labels_BS != _NO_LABEL).sum()
+        outputs = self._call(model, batch, labels_BS)
+        cross_entropy = outputs.loss
+        if cross_entropy is None:
+            cross_entropy = _cross_entropy(outputs.logits, labels_BS)
+        count = (labels_BS != NO_LABEL).sum()
         loads = _expert_loads(model)
         if not model.training:
             return Loss(cross_entropy, count, {"perplexity": (cross_entropy, count)}, loads)
@@ -229,15 +232,21 @@ class LanguageModel(Task):
         return self.tokenizer.decode(list(tokens))
 
     def _router_outputs(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
-        return self._call(model, batch).router_logits, batch["mask"]
+        no_labels_BS = torch.full_like(batch["labels"], NO_LABEL)
+        return self._call(model, batch, no_labels_BS).router_logits, batch["mask"]
 
-    def _call(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
-        options = {"output_router_logits": True} if self._balance is not None and model.training else {}
+    def _call(self, model: nn.Module, batch: dict[str, Tensor], labels_BS: Tensor) -> Any:
+        """Return the model's outputs, with the sum of the loss, or with logits where they are not large."""
         # No attention mask: from positions that begin anew, transformers keeps documents apart itself.
+        inputs: dict[str, Any] = {
+            "input_ids": batch["input_ids"],
+            "position_ids": batch["position_ids"],
+            "use_cache": False,
+        }
+        if self._balance is not None and model.training:
+            inputs["output_router_logits"] = True
         with counting(model, batch["mask"]):
-            return model(
-                input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **options
-            )
+            return call_with_labels(model, labels_BS, inputs, _note)
 
 
 def _expert_loads(model: nn.Module) -> tuple[Tensor, ...]:
@@ -250,7 +259,7 @@ def _cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     """Return the sum over the labels, in fp32 at least."""
     logits = logits_BSV.flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, labels_BS.flatten(), ignore_index=_NO_LABEL, reduction="sum")
+    return F.cross_entropy(logits, labels_BS.flatten(), ignore_index=NO_LABEL, reduction="sum")
 
 
 def _positions(model_config: Any) -> int | None:
