@@ -320,6 +320,11 @@ class Trainer:
 
         if self._given_callbacks or self.resolved.config.watch.callbacks:
             raise UserError("trials of a sweep call no callbacks; leave callbacks out")
+        if self.resolved.config.checkpoint.init_from is not None:
+            raise UserError(
+                f"--init-from {self.resolved.config.checkpoint.init_from}: trials of a sweep begin with new "
+                "weights; leave it out, and give it to 'orchestrator train --tuned FOLDER' afterwards"
+            )
         earlier = read_sweep_record(resume) if resume is not None else None
         if earlier is not None and is_complete(sweep, earlier):
             return finish_sweep(sweep, earlier.folder, self._quiet)

@@ -48,6 +48,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--resume", "nowhere"], "holds no sweep"),
         (["--resume", "nowhere", "--sweep", "batch-size=1,2", "--task", "text"], "leave out --sweep, --task"),
         (["--sweep", "batch-size=1,2", "--space", "x.yaml"], "were both given"),
+        (["--sweep", "batch-size=1,2", "--init-from", "x"], "--init-from x: trials of a sweep begin"),
         (["--sweep", "batch-size=1,2", "--task", "nowhere:Thing"], "there is no module 'nowhere'"),
         (
             ["--sweep", "width=8,16", "--batch-size", "auto"],
