@@ -82,7 +82,9 @@ def drive(cluster: RayCluster, folder: Path, *extra: str) -> str:
     return complete(cluster, folder, arguments)
 
 
-@pytest.mark.parametrize("strategy", WORKERS)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("data_parallel", marks=pytest.mark.slow), "expert_parallel"]
+)
 def test_nodes_without_a_shared_disk_resume_another_run(
     cluster: RayCluster, s3: ObjectServer, earlier: EarlierRun, strategy: str
 ) -> None:
@@ -102,7 +104,7 @@ def test_nodes_without_a_shared_disk_resume_another_run(
     assert f"checkpoints/step_{STEPS:08d}" in " ".join(RemoteFolder(url).files())
 
 
-@pytest.mark.parametrize("place", ["drivers", "shared"])
+@pytest.mark.parametrize("place", ["drivers", pytest.param("shared", marks=pytest.mark.slow)])
 def test_a_run_on_a_drive_that_all_nodes_share_begins_with_remote_weights(
     cluster: RayCluster, s3: ObjectServer, earlier: EarlierRun, place: str
 ) -> None:
