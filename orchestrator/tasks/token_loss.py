@@ -1,8 +1,7 @@
 """Cross-entropy of an output layer over a large vocabulary, in chunks of tokens.
 
 The logits of all tokens are never in memory at once: those of a chunk give its losses and, at once, the
-gradients of its hidden states and of the output matrix. The loss is computed in fp32 from logits in the type
-of the products.
+gradients of its hidden states and of the output layer.
 
 Shapes: T tokens, C tokens of a chunk, D width, V vocabulary.
 """
@@ -10,7 +9,8 @@ Shapes: T tokens, C tokens of a chunk, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,18 +20,14 @@ from torch.nn import functional as F
 
 from experts.bank import computing_dtype
 from experts.kernels.autocast import without_autocast
-from experts.kernels.fused import Tile, available, launch
-
-if TYPE_CHECKING:
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
-else:
-    tl = None  # until the first launch
+from orchestrator.tasks.cross_entropy import loss_and_gradient, wide_dtype
 
 LARGE_LOGITS = 2**26
 """Logits from which on chunks save more memory (256 MiB in fp32) than they cost."""
 CHUNK_LOGITS = 2**27
+NO_LABEL = -100
+"""The target of a token that has none."""
 _ROW_MULTIPLE = 128  # of the tokens of a chunk, for full tiles of its products
-_TILE = Tile(rows=1, columns=4096, warps=8)
 
 
 class TokenLoss(NamedTuple):
@@ -43,6 +39,23 @@ class TokenLoss(NamedTuple):
     num_correct: Tensor | None
 
 
+class Tail(NamedTuple):
+    """The function from the output layer's products to logits: a factor, then a soft cap (0 for none)."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """Return the logits, in fp32 at least."""
+        logits = products.to(wide_dtype(products.dtype))
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if not self.softcap else torch.tanh(logits / self.softcap) * self.softcap
+
+
+PLAIN = Tail()
+
+
 def has_large_logits(hidden_TD: Tensor, vocabulary: int) -> bool:
     """Whether the loss of so many tokens should be computed in chunks.
 
@@ -51,26 +64,58 @@ def has_large_logits(hidden_TD: Tensor, vocabulary: int) -> bool:
     return num_logits >= LARGE_LOGITS and computing_dtype(hidden_TD) != torch.float16
 
 
-def token_loss(hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor) -> TokenLoss:
-    """Return the cross-entropy of ``hidden_TD @ output_VD.T`` against the targets, as a sum.
+def token_loss(
+    hidden_TD: Tensor,
+    output_VD: Tensor,
+    targets_T: Tensor,
+    bias_V: Tensor | None = None,
+    tail: Tail = PLAIN,
+    ignore: bool = False,
+) -> TokenLoss:
+    """Return the cross-entropy of the output layer's logits against the targets, as a sum.
 
-    Each target must be a row of ``output_VD``: none is ignored."""
+    With ``ignore`` targets may be ``NO_LABEL``: such tokens have no loss, and no logits are computed. The
+    host waits for the number of the others. Without it each target must be a row of ``output_VD``."""
     dtype = computing_dtype(hidden_TD)
     with without_autocast(hidden_TD):
         if torch.is_grad_enabled():
-            total: Tensor = _TokenLoss.apply(hidden_TD, output_VD, targets_T, dtype)  # pyright: ignore[reportAssignmentType]
+            total: Tensor = _TokenLoss.apply(hidden_TD, output_VD, bias_V, targets_T, dtype, *tail, ignore)  # pyright: ignore[reportAssignmentType]
             return TokenLoss(total, None)
-        return _loss_without_gradients(hidden_TD.to(dtype), output_VD.to(dtype), targets_T)
+        bias_V = None if bias_V is None else bias_V.to(dtype)
+        compute = _OPAQUE_VALUES[ignore] if torch.compiler.is_compiling() else _values
+        return TokenLoss(*compute(hidden_TD.to(dtype), output_VD.to(dtype), bias_V, targets_T, *tail, ignore))
 
 
-def _loss_without_gradients(hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor) -> TokenLoss:
+# --- the loss alone
+
+
+def _values(
+    hidden_TD: Tensor,
+    output_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    scale: float,
+    softcap: float,
+    ignore: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss, and the number of right guesses."""
+    tail = Tail(scale, softcap)
     total = hidden_TD.new_zeros((), dtype=wide_dtype(hidden_TD.dtype))
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
-    for hidden_CD, targets_C in _chunks(hidden_TD, output_VD, targets_T):
-        logits_CV = hidden_CD @ output_VD.T
+    for rows_C in _chunks(targets_T, len(output_VD), ignore):
+        logits_CV = tail(F.linear(hidden_TD[rows_C], output_VD, bias_V))
+        targets_C = targets_T[rows_C]
         num_correct += (logits_CV.argmax(-1) == targets_C).sum()
-        total += F.cross_entropy(logits_CV.to(total.dtype), targets_C, reduction="sum")
-    return TokenLoss(total, num_correct)
+        total += F.cross_entropy(logits_CV, targets_C, reduction="sum")
+    return total, num_correct
+
+
+def _values_like(hidden_TD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    total = hidden_TD.new_empty((), dtype=wide_dtype(hidden_TD.dtype))
+    return total, hidden_TD.new_empty((), dtype=torch.int64)
+
+
+# --- the loss and its gradients
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -78,141 +123,159 @@ class _TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor, dtype: torch.dtype
+        ctx: Any,
+        hidden_TD: Tensor,
+        output_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        dtype: torch.dtype,
+        scale: float,
+        softcap: float,
+        ignore: bool,
     ) -> Tensor:
+        # A frozen output layer, as beside adapters, saves a third of the products, and its gradient's memory.
+        _, trains_output, trains_bias, *_ = ctx.needs_input_grad
         # A compiler would move the gradients to the backward pass, and keep all logits until then.
-        compute = _opaque_gradients if torch.compiler.is_compiling() else _gradients
-        is_trained = output_VD.requires_grad
-        total, d_hidden_TD, d_output_VD = compute(
-            hidden_TD.to(dtype), output_VD.to(dtype), targets_T, is_trained
+        compute = _OPAQUE_GRADIENTS[ignore] if torch.compiler.is_compiling() else _gradients
+        total, *gradients = compute(
+            hidden_TD.to(dtype),
+            output_VD.to(dtype),
+            None if bias_V is None else bias_V.to(dtype),
+            targets_T,
+            scale,
+            softcap,
+            ignore,
+            trains_output,
+            trains_bias,
         )
-        ctx.save_for_backward(d_hidden_TD, d_output_VD)
-        ctx.dtypes = hidden_TD.dtype, output_VD.dtype
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [None if t is None else t.dtype for t in (hidden_TD, output_VD, bias_V)]
         return total
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor, Tensor | None, None, None]:
-        d_hidden_TD, d_output_VD = ctx.saved_tensors
-        hidden_dtype, output_dtype = ctx.dtypes
-        d_hidden_TD = (d_hidden_TD * grads[0]).to(hidden_dtype)
-        if not ctx.needs_input_grad[1]:
-            return d_hidden_TD, None, None, None
-        return d_hidden_TD, (d_output_VD * grads[0]).to(output_dtype), None, None
+    ) -> tuple[Tensor | None, ...]:
+        multiplied = [
+            (gradient * grads[0]).to(dtype) if needed else None
+            for gradient, dtype, needed in zip(
+                ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:3], strict=True
+            )
+        ]
+        return *multiplied, None, None, None, None, None
 
 
 def _gradients(
-    hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor, is_trained: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, and its gradients by the hidden states and by the output matrix.
+    hidden_TD: Tensor,
+    output_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    scale: float,
+    softcap: float,
+    ignore: bool,
+    trains_output: bool,
+    trains_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss, and its gradients by the hidden states, the output matrix and the bias.
 
-    The latter is empty unless the output matrix ``is_trained``: beside adapters it is frozen."""
+    A gradient that is not trained has no elements."""
+    sums = _Sums(*_empty_results(hidden_TD, output_VD, trains_output, trains_bias))
+    for result in (sums.total, sums.d_hidden_TD, sums.d_output_VD, sums.d_bias_V):
+        result.zero_()
+    for rows_C in _chunks(targets_T, len(output_VD), ignore):
+        sums.add(rows_C, (hidden_TD, output_VD, bias_V), targets_T, Tail(scale, softcap))
+    return sums.total, sums.d_hidden_TD, sums.d_output_VD, sums.d_bias_V
+
+
+def _gradients_like(
+    hidden_TD: Tensor, output_VD: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, trains_output, trains_bias = others
+    return _empty_results(hidden_TD, output_VD, trains_output, trains_bias)
+
+
+def _empty_results(
+    hidden_TD: Tensor, output_VD: Tensor, trains_output: bool, trains_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = wide_dtype(hidden_TD.dtype)
-    total = hidden_TD.new_zeros((), dtype=wide)
-    d_hidden_CDs: list[Tensor] = []
-    # Chunks are summed in full: each of them is rounded once, as the gradient of all tokens would be.
-    d_output_VD = _empty_gradient(output_VD, is_trained).zero_()
-    for hidden_CD, targets_C in _chunks(hidden_TD, output_VD, targets_T):
-        loss_C, d_logits_CV = loss_and_gradient(hidden_CD @ output_VD.T, targets_C)
-        total += loss_C.sum()
-        d_hidden_CDs.append(d_logits_CV @ output_VD)
-        if is_trained:
-            d_output_VD += d_logits_CV.T @ hidden_CD
-    return total, torch.cat(d_hidden_CDs), d_output_VD
+    vocabulary, width = output_VD.shape
+    return (
+        hidden_TD.new_empty((), dtype=wide),
+        hidden_TD.new_empty(hidden_TD.shape),
+        # Chunks are summed in full: each of them is rounded once, as the gradient of all tokens would be.
+        hidden_TD.new_empty((vocabulary if trains_output else 0, width), dtype=wide),
+        hidden_TD.new_empty(vocabulary if trains_bias else 0, dtype=wide),
+    )
 
 
-@torch.library.custom_op("orchestrator::token_loss", mutates_args=())
-def _opaque_gradients(
-    hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor, is_trained: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(hidden_TD, output_VD, targets_T, is_trained)
+@dataclass(frozen=True)
+class _Sums:
+    """The loss and its gradients over the chunks that are done."""
+
+    total: Tensor
+    d_hidden_TD: Tensor
+    d_output_VD: Tensor
+    d_bias_V: Tensor
+
+    def add(
+        self,
+        rows_C: Tensor | slice,
+        layer: tuple[Tensor, Tensor, Tensor | None],
+        targets_T: Tensor,
+        tail: Tail,
+    ) -> None:
+        """Add a chunk. Its logits are free again when this returns."""
+        hidden_TD, output_VD, bias_V = layer
+        hidden_CD = hidden_TD[rows_C]
+        products_CV = F.linear(hidden_CD, output_VD, bias_V)
+        loss_C, d_products_CV = _loss_and_gradient(products_CV, targets_T[rows_C], tail)
+        self.total.add_(loss_C.sum())
+        self.d_hidden_TD[rows_C] = d_products_CV @ output_VD
+        if len(self.d_output_VD):
+            self.d_output_VD.add_(d_products_CV.T @ hidden_CD)
+        if len(self.d_bias_V):
+            self.d_bias_V.add_(d_products_CV.sum(0, dtype=self.d_bias_V.dtype))
 
 
-@_opaque_gradients.register_fake
-def _(
-    hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor, is_trained: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    del targets_T
-    total = hidden_TD.new_empty((), dtype=wide_dtype(hidden_TD.dtype))
-    return total, torch.empty_like(hidden_TD), _empty_gradient(output_VD, is_trained)
+def _loss_and_gradient(products_CV: Tensor, targets_C: Tensor, tail: Tail) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token, and the gradient of their sum by the output layer's products."""
+    if tail == PLAIN:
+        return loss_and_gradient(products_CV, targets_C)
+    logits_CV = tail(products_CV)
+    # Before the loss: its gradient may be written in the logits' place.
+    slope: Tensor | float = tail.scale
+    if tail.softcap:
+        slope = (logits_CV / tail.softcap).square_().neg_().add_(1).mul_(tail.scale)
+    loss_C, d_logits_CV = loss_and_gradient(logits_CV, targets_C)
+    return loss_C, (d_logits_CV * slope).to(products_CV.dtype)
 
 
-def _empty_gradient(output_VD: Tensor, is_trained: bool) -> Tensor:
-    """Return memory for the gradient of the output matrix: none if it is frozen."""
-    wide = wide_dtype(output_VD.dtype)
-    return torch.empty_like(output_VD, dtype=wide) if is_trained else output_VD.new_empty(0, dtype=wide)
-
-
-def _chunks(hidden_TD: Tensor, output_VD: Tensor, targets_T: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    size = chunk_size(output_VD.shape[0])
-    yield from zip(hidden_TD.split(size), targets_T.split(size), strict=True)
-
-
-def chunk_size(vocabulary: int) -> int:
-    """Return the tokens of a chunk."""
+def _chunks(targets_T: Tensor, vocabulary: int, ignore: bool) -> Iterator[Tensor | slice]:
+    """Yield the tokens of each chunk."""
     size = CHUNK_LOGITS // vocabulary
-    return max(1, size // _ROW_MULTIPLE * _ROW_MULTIPLE or size)
+    size = max(1, size // _ROW_MULTIPLE * _ROW_MULTIPLE or size)
+    # A trace has no values: it counts a label for each token.
+    if ignore and not isinstance(targets_T, FakeTensor):
+        yield from (targets_T != NO_LABEL).nonzero().squeeze(1).split(size)
+    else:
+        yield from (slice(begin, begin + size) for begin in range(0, len(targets_T), size))
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of sums: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
+# --- for compilers: each computation as one operation
 
 
-def loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token, and the gradient of their sum by the logits, in the logits' type."""
-    fused = available(logits_CV) and not isinstance(logits_CV, FakeTensor)
-    compute = loss_and_gradient_fused if fused else loss_and_gradient_plain
-    return compute(logits_CV, targets_C)
+def _opaque(name: str, compute: Any, results_like: Any) -> dict[bool, Any]:
+    """Return the operation without and with tokens to ignore, whose number no compiler can know."""
+    custom_op: Any = torch.library.custom_op
+    every = custom_op(f"orchestrator::{name}", compute, mutates_args=())
+    # The host waits for it, which no CUDA graph can.
+    unsafe = torch.Tag.cudagraph_unsafe
+    some = custom_op(f"orchestrator::{name}_of_some", compute, mutates_args=(), tags=unsafe)
+    for operation in (every, some):
+        operation.register_fake(results_like)
+    return {False: every, True: some}
 
 
-def loss_and_gradient_plain(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute in plain torch."""
-    log_CV = logits_CV.to(wide_dtype(logits_CV.dtype)).log_softmax(-1)
-    targets_C1 = targets_C.unsqueeze(1)
-    loss_C = -log_CV.gather(1, targets_C1).squeeze(1)
-    d_logits_CV = log_CV.exp_()
-    d_logits_CV.scatter_add_(1, targets_C1, -torch.ones_like(loss_C).unsqueeze(1))
-    return loss_C, d_logits_CV.to(logits_CV.dtype)
-
-
-def loss_and_gradient_fused(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute in one kernel, which writes the gradient in the logits' place."""
-    tokens, vocabulary = logits_CV.shape
-    loss_C = logits_CV.new_empty(tokens, dtype=torch.float32)
-    targets_C = targets_C.contiguous()
-    launch(_loss_kernel, _TILE, (tokens, 1), logits_CV, targets_C, loss_C, V=vocabulary)
-    return loss_C, logits_CV
-
-
-def _loss_kernel(
-    logits,
-    targets,
-    loss,
-    V: tl.constexpr,
-    ROWS: tl.constexpr,  # noqa: ARG001
-    COLUMNS: tl.constexpr,
-) -> None:
-    """One program computes one token: the sum of exponentials first, then the gradient."""
-    token = tl.program_id(0).to(tl.int64)
-    row = logits + token * V
-    target = tl.load(targets + token)
-    at_target = tl.load(row + target).to(tl.float32)
-    top = float("-inf")
-    total = 0.0
-    for first in range(0, V, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        x = tl.load(row + column, mask=column < V, other=float("-inf")).to(tl.float32)
-        new_top = tl.maximum(top, tl.max(x, axis=0))
-        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top), axis=0)
-        top = new_top
-    log_total = top + tl.log(total)
-    tl.store(loss + token, log_total - at_target)
-    for first in range(0, V, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        inside = column < V
-        x = tl.load(row + column, mask=inside, other=float("-inf")).to(tl.float32)
-        gradient = tl.exp(x - log_total) - (column == target).to(tl.float32)
-        tl.store(row + column, gradient.to(logits.dtype.element_ty), mask=inside)
+_OPAQUE_VALUES = _opaque("token_loss_values", _values, _values_like)
+_OPAQUE_GRADIENTS = _opaque("token_loss_gradients", _gradients, _gradients_like)

@@ -15,7 +15,8 @@ from experts.balance import moe_layers
 from experts.kernels import fused
 from orchestrator.config.settings import Config
 from orchestrator.tasks import token_loss as token_loss_module
-from orchestrator.tasks.token_loss import loss_and_gradient_fused, loss_and_gradient_plain, token_loss
+from orchestrator.tasks.cross_entropy import loss_and_gradient_fused, loss_and_gradient_plain
+from orchestrator.tasks.token_loss import token_loss
 from orchestrator.train.data import Feed
 from orchestrator.train.parts import adamw
 from orchestrator.train.parts.adamw import AdamW, Update, update_fused, update_plain

@@ -81,7 +81,7 @@ def chunks(vocabulary: int = VOCABULARY) -> Iterator[mock.Mock]:
     with (
         mock.patch.object(output_layer, "LARGE_LOGITS", 1),
         mock.patch.object(token_loss, "CHUNK_LOGITS", 3 * vocabulary),
-        mock.patch.object(output_layer, "labelled_loss", wraps=output_layer.labelled_loss) as calls,
+        mock.patch.object(output_layer, "token_loss", wraps=output_layer.token_loss) as calls,
     ):
         yield calls
 

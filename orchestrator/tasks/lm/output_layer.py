@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from experts.bank import computing_dtype
 from experts.kernels.autocast import without_autocast
-from orchestrator.tasks.lm.labelled_loss import PLAIN, Tail, labelled_loss
+from orchestrator.tasks.token_loss import PLAIN, Tail, token_loss
 
 LARGE_LOGITS = 2**24
 """Logits of a sample from which on chunks are used. Micro-batches have some samples: 256 MiB of four in fp32.
@@ -113,7 +113,8 @@ class OutputLoss:
             return self._model_forward(*arguments, **inputs)
         hidden_TD = hidden_BSDs[0].flatten(0, 1)
         labels_T = loss_labels.flatten()
-        outputs["loss"] = labelled_loss(hidden_TD, self._head.weight, self._head.bias, labels_T, self._tail)
+        head = self._head
+        outputs["loss"] = token_loss(hidden_TD, head.weight, labels_T, head.bias, self._tail, ignore=True).sum
         return outputs
 
     def _forward_head(self, hidden_BSD: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from orchestrator.tasks.lm.adapters import add_adapters, leave_to_files, lora_op
 from orchestrator.tasks.lm.balance import StepBalance, balance_by_bias, counting
 from orchestrator.tasks.lm.building import build_causal_lm, has_recurrence
 from orchestrator.tasks.lm.example_tokens import EXAMPLE_SAMPLES, ExampleTokens
-from orchestrator.tasks.lm.labelled_loss import NO_LABEL
 from orchestrator.tasks.lm.model_folder import (
     check_installed,
     has_checkpoint,
@@ -40,6 +39,7 @@ from orchestrator.tasks.lm.output_layer import call_with_labels
 from orchestrator.tasks.lm.prompts import cut_prompt, first_prompts, prompt_of
 from orchestrator.tasks.metrics import Perplexity
 from orchestrator.tasks.task import Loss, StepPreview, Task
+from orchestrator.tasks.token_loss import NO_LABEL
 
 if TYPE_CHECKING:
     from orchestrator.data.documents.packed import PackedDocuments

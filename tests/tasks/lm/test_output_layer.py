@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from orchestrator.config.settings import Config
 from orchestrator.measure.tracing.model_facts import model_facts
-from orchestrator.tasks.lm.labelled_loss import NO_LABEL, Tail
 from orchestrator.tasks.lm.output_layer import call_with_labels
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.tasks.task import Loss
+from orchestrator.tasks.token_loss import NO_LABEL, Tail
 from tests.support.families import COMMON, Fp32MeansFp64, build
 from tests.support.language_models import DoubleLanguageModel, lm_config
 from tests.support.live_bytes import LiveBytes

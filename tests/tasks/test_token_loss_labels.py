@@ -1,4 +1,4 @@
-"""Cross-entropy over labelled tokens in chunks, against torch's on whole logits."""
+"""Cross-entropy in chunks: tokens without labels, a bias and a tail, against torch on whole logits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchestrator.tasks import token_loss
-from orchestrator.tasks.lm.labelled_loss import NO_LABEL, PLAIN, Tail, labelled_loss
+from orchestrator.tasks import token_loss as module
+from orchestrator.tasks.token_loss import NO_LABEL, PLAIN, Tail, token_loss
 
 TOKENS = 23
 WIDTH = 5
@@ -20,7 +20,7 @@ TAILS = [PLAIN, Tail(0.3), Tail(1.0, 2.0), Tail(1.7, 3.0)]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of four tokens, the last one of three or fewer."""
-    monkeypatch.setattr(token_loss, "CHUNK_LOGITS", 4 * VOCABULARY)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 4 * VOCABULARY)
 
 
 def make_inputs(labelled: float = 0.6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -31,6 +31,12 @@ def make_inputs(labelled: float = 0.6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     labels_T = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
     labels_T[torch.rand(TOKENS, generator=generator) >= labelled] = NO_LABEL
     return hidden_TD.requires_grad_(), output_VD.requires_grad_(), bias_V.requires_grad_(), labels_T
+
+
+def labelled_loss(
+    hidden_TD: Tensor, output_VD: Tensor, bias_V: Tensor | None, labels_T: Tensor, tail: Tail = PLAIN
+) -> Tensor:
+    return token_loss(hidden_TD, output_VD, labels_T, bias_V, tail, ignore=True).sum
 
 
 def whole_loss(
