@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -18,8 +18,6 @@ from orchestrator.config.settings import Config
 from orchestrator.config.writer import changed_settings, with_absolute_paths
 from orchestrator.errors import UserError
 from orchestrator.plan.device import choose_worker_device
-from orchestrator.plan.evolution import unused_thresholds
-from orchestrator.plan.experts import unused_settings
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import (
     Inventory,
@@ -40,7 +38,6 @@ from orchestrator.plan.workers import (
 )
 from orchestrator.preparation import prepare_run
 from orchestrator.record.callbacks import CallbackRunner, as_callbacks, load_callbacks
-from orchestrator.record.events import DriverLog, Listener
 from orchestrator.record.live.endpoint import RunMetrics, metrics_endpoint
 from orchestrator.record.screen import Screen
 from orchestrator.record.tracker_backends import check_trackers
@@ -61,6 +58,7 @@ if TYPE_CHECKING:
     from orchestrator.train.worker.batch_size import BatchSizeResult
     from orchestrator.train.worker.prepared_run import PreparedRun
     from orchestrator.train.worker.run_settings import ResumedSettings
+    from orchestrator.training_run import TrainingRun
 
 
 class Trainer:
@@ -354,38 +352,7 @@ class Trainer:
         config = prepared.resolved.config
         check_start_checkpoint(config)
         with opened_run_dir(config, results_folder()) as run_dir:
-            return self._train_in_process(prepared, run_dir)
-
-    def _train_in_process(self, prepared: PreparedRun, run_dir: Path) -> Result:
-        from orchestrator.train.parts.world import World
-        from orchestrator.train.remote.run import mirroring
-        from orchestrator.train.worker.final_model import final_model
-        from orchestrator.train.worker.observers import open_event_log, requests_of, stop_on_signal
-        from orchestrator.train.worker.prepared_run import banner_rows
-        from orchestrator.train.worker.run import Supervision, count_starts, record_failure, run_worker
-        from orchestrator.train.worker.run_dir import remote_of
-        from orchestrator.train.worker.torch_settings import preserved_random_state
-
-        start_s = perf_counter()
-        config = prepared.resolved.config
-        starts_before = count_starts(run_dir)
-        world = World.single_process(prepared.plan.device.value)
-        with (
-            preserved_random_state(),
-            open_event_log(config, run_dir, self._screen, self._callbacks, self._listeners(run_dir)) as log,
-            stop_on_signal() as stop_requested,
-            mirroring(self._remote, log, config.checkpoint.keep),
-        ):
-            self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
-            supervision = Supervision(requests_of(stop_requested, self._callbacks))
-            try:
-                outcome, model = run_worker(prepared, world, run_dir, log, supervision)
-                model = final_model(prepared, run_dir, log, start_s, model)
-                self._callbacks.check()
-            except BaseException as error:
-                record_failure(run_dir, error, perf_counter() - start_s, starts_before, log)
-                raise
-        return self._finish(outcome.status, run_dir, model)
+            return self._training_run().in_process(prepared, run_dir)
 
     def _run_on_workers(self, joined: bool) -> Result:
         """Train on the workers of a cluster; ``joined`` if the cluster was running already."""
@@ -411,73 +378,18 @@ class Trainer:
         if prepared.plan.strategy.value == "expert_parallel":
             placement_file(config, prepared.facts, num_workers)
         with opened_run_dir(config, results_folder()) as run_dir:
-            return self._train_on_workers(prepared, cluster, run_dir, start_s)
+            return self._training_run().on_workers(prepared, cluster, run_dir, start_s)
 
-    def _train_on_workers(
-        self, prepared: PreparedRun, cluster: Cluster, run_dir: Path, start_s: float
-    ) -> Result:
-        from orchestrator.runtime.driver import Observers, drive
-        from orchestrator.train.worker.final_model import final_model
-        from orchestrator.train.worker.prepared_run import banner_rows
-        from orchestrator.train.worker.run_dir import remote_of
+    def _training_run(self) -> TrainingRun:
+        from orchestrator.training_run import TrainingRun
 
-        self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
-        observers = Observers(self._screen, self._callbacks, self._remote, self._listeners(run_dir))
-        status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
-        with closing(DriverLog(run_dir / "events.jsonl", secrets=secret_values())) as log:
-            model = final_model(prepared, run_dir, log, start_s)
-        return self._finish(status, run_dir, model)
-
-    def _listeners(self, run_dir: Path) -> list[Listener]:
-        """Return the readers of the events that the run's settings ask for."""
-        if self._metrics is None:
-            return []
-        self._metrics.run_name = run_dir.name
-        return [self._metrics]
-
-    def _show_banner(self, prepared: PreparedRun, rows: list[tuple[str, str]]) -> None:
-        from orchestrator.train.worker.prepared_run import loss_note
-        from orchestrator.train.worker.run_settings import resume_lines
-
-        self._screen.banner(rows, "expert-orchestrator")
-        config = prepared.resolved.config
-        plan = prepared.plan
-        for line in resume_lines(self._resumed, prepared.changes, config.checkpoint.resume):
-            self._screen.note(line)
-        unused = unused_settings(config, plan.strategy.value, prepared.facts)
-        thresholds = unused_thresholds(config, plan.evolution.value)
-        for message in (unused, thresholds, loss_note(prepared.facts)):
-            if message:
-                self._screen.note(f"note: {message}")
-
-    def _finish(self, status: str, run_dir: Path, model: nn.Module) -> Result:
-        from orchestrator.report.run.page import draw_report
-        from orchestrator.train.worker.final_model import copy_model
-        from orchestrator.train.worker.run_dir import resume_call, summary_lines, write_summary
-
-        summary = write_summary(run_dir)
-        if self._model is not None:
-            copy_model(model, self._model, summary["final"]["step"])
-        draw_report(run_dir)
-        for line in summary_lines(summary, run_dir):
-            self._screen.note(line)
-        if status == "stopped" and self._own_task is not None:
-            self._screen.note(f"continue with: {resume_call(run_dir)}")
-        return Result(status, run_dir, summary, model)
+        is_own = self._own_task is not None
+        return TrainingRun(
+            self._screen, self._callbacks, self._metrics, self._remote, self._resumed, self._model, is_own
+        )
 
 
 def _given_in_python(config: Config) -> Resolved:
     """Return the config with the origin of its values, as flags have one."""
     given = config.given | changed_settings(config).keys()
     return Resolved(config, dict.fromkeys(given, "Config"))
-
-
-def _worker_group_type(prepared: PreparedRun) -> Any:
-    """Return the class that starts and watches the workers of the plan's strategy."""
-    if prepared.plan.strategy.value == "expert_parallel":
-        from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
-
-        return ExpertParallelRun
-    from orchestrator.runtime.data_parallel.fit import DataParallelRun
-
-    return DataParallelRun

@@ -1,0 +1,138 @@
+"""A prepared training in its run folder, in this process or on workers: banner, steps, summary, report."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.plan.evolution import unused_thresholds
+from orchestrator.plan.experts import unused_settings
+from orchestrator.plan.inventory.cluster import Cluster
+from orchestrator.plan.inventory.hardware import secret_values
+from orchestrator.record.callbacks import CallbackRunner
+from orchestrator.record.events import DriverLog, Listener
+from orchestrator.record.live.endpoint import RunMetrics
+from orchestrator.record.screen import Screen
+from orchestrator.result import Result
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from orchestrator.train.remote.run import RemoteRun
+    from orchestrator.train.worker.prepared_run import PreparedRun
+    from orchestrator.train.worker.run_settings import ResumedSettings
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """The observers of a training, and what it begins and ends with besides its plan."""
+
+    screen: Screen
+    callbacks: CallbackRunner
+    metrics: RunMetrics | None
+    """The figures that a metrics endpoint serves."""
+    remote: RemoteRun | None
+    """Uploads the run folder, if it is a copy of a remote one."""
+    resumed: ResumedSettings | None
+    """The settings of the folder of a run that continues."""
+    model: nn.Module | None
+    """The user's model, which gets the trained weights."""
+    is_own_task: bool
+    """Whether Python code gave the task, so that only Python code can continue the run."""
+
+    def in_process(self, prepared: PreparedRun, run_dir: Path) -> Result:
+        """Train in this process, to the end."""
+        from orchestrator.train.parts.world import World
+        from orchestrator.train.remote.run import mirroring
+        from orchestrator.train.worker.final_model import final_model
+        from orchestrator.train.worker.observers import open_event_log, requests_of, stop_on_signal
+        from orchestrator.train.worker.prepared_run import banner_rows
+        from orchestrator.train.worker.run import Supervision, count_starts, record_failure, run_worker
+        from orchestrator.train.worker.run_dir import remote_of
+        from orchestrator.train.worker.torch_settings import preserved_random_state
+
+        start_s = perf_counter()
+        config = prepared.resolved.config
+        starts_before = count_starts(run_dir)
+        world = World.single_process(prepared.plan.device.value)
+        with (
+            preserved_random_state(),
+            open_event_log(config, run_dir, self.screen, self.callbacks, self._listeners(run_dir)) as log,
+            stop_on_signal() as stop_requested,
+            mirroring(self.remote, log, config.checkpoint.keep),
+        ):
+            self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
+            supervision = Supervision(requests_of(stop_requested, self.callbacks))
+            try:
+                outcome, model = run_worker(prepared, world, run_dir, log, supervision)
+                model = final_model(prepared, run_dir, log, start_s, model)
+                self.callbacks.check()
+            except BaseException as error:
+                record_failure(run_dir, error, perf_counter() - start_s, starts_before, log)
+                raise
+        return self._finish(outcome.status, run_dir, model)
+
+    def on_workers(self, prepared: PreparedRun, cluster: Cluster, run_dir: Path, start_s: float) -> Result:
+        """Train on the workers of a cluster, to the end. ``start_s`` is when the run was asked for."""
+        from orchestrator.runtime.driver import Observers, drive
+        from orchestrator.train.worker.final_model import final_model
+        from orchestrator.train.worker.prepared_run import banner_rows
+        from orchestrator.train.worker.run_dir import remote_of
+
+        self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
+        observers = Observers(self.screen, self.callbacks, self.remote, self._listeners(run_dir))
+        status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
+        with closing(DriverLog(run_dir / "events.jsonl", secrets=secret_values())) as log:
+            model = final_model(prepared, run_dir, log, start_s)
+        return self._finish(status, run_dir, model)
+
+    def _listeners(self, run_dir: Path) -> list[Listener]:
+        """Return the readers of the events that the run's settings ask for."""
+        if self.metrics is None:
+            return []
+        self.metrics.run_name = run_dir.name
+        return [self.metrics]
+
+    def _show_banner(self, prepared: PreparedRun, rows: list[tuple[str, str]]) -> None:
+        from orchestrator.train.worker.prepared_run import loss_note
+        from orchestrator.train.worker.run_settings import resume_lines
+
+        self.screen.banner(rows, "expert-orchestrator")
+        config = prepared.resolved.config
+        plan = prepared.plan
+        for line in resume_lines(self.resumed, prepared.changes, config.checkpoint.resume):
+            self.screen.note(line)
+        unused = unused_settings(config, plan.strategy.value, prepared.facts)
+        thresholds = unused_thresholds(config, plan.evolution.value)
+        for message in (unused, thresholds, loss_note(prepared.facts)):
+            if message:
+                self.screen.note(f"note: {message}")
+
+    def _finish(self, status: str, run_dir: Path, model: nn.Module) -> Result:
+        from orchestrator.report.run.page import draw_report
+        from orchestrator.train.worker.final_model import copy_model
+        from orchestrator.train.worker.run_dir import resume_call, summary_lines, write_summary
+
+        summary = write_summary(run_dir)
+        if self.model is not None:
+            copy_model(model, self.model, summary["final"]["step"])
+        draw_report(run_dir)
+        for line in summary_lines(summary, run_dir):
+            self.screen.note(line)
+        if status == "stopped" and self.is_own_task:
+            self.screen.note(f"continue with: {resume_call(run_dir)}")
+        return Result(status, run_dir, summary, model)
+
+
+def _worker_group_type(prepared: PreparedRun) -> Any:
+    """Return the class that starts and watches the workers of the plan's strategy."""
+    if prepared.plan.strategy.value == "expert_parallel":
+        from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
+
+        return ExpertParallelRun
+    from orchestrator.runtime.data_parallel.fit import DataParallelRun
+
+    return DataParallelRun
