@@ -43,7 +43,7 @@ from orchestrator.record.screen import Screen
 from orchestrator.record.tracker_backends import check_trackers
 from orchestrator.result import Result
 from orchestrator.tasks.generation import MAX_NEW_TOKENS, GenerationOptions
-from orchestrator.train.remote.addresses import local_run_dir, local_start, remote_run
+from orchestrator.train.remote.addresses import local_records, local_start, remote_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -136,7 +136,7 @@ class Trainer:
 
     def prepare(self) -> PreparedRun:
         """Load the task, probe the hardware, trace the model and plan; write nothing and start no cluster."""
-        with self._restored_settings(), local_run_dir(self.resolved) as self.resolved:
+        with self._restored_settings(), local_records(self.resolved) as self.resolved:
             self._take_run_settings()
             return self._prepare(self._take_inventory(), None)
 

@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import pytest
 
+from orchestrator.config.writer import flat_values
 from orchestrator.errors import UserError
 from orchestrator.record.events import of_kind, read_events
 from tests.test_remote_runs import fit, make_trainer, remote_settings
@@ -55,3 +56,18 @@ def test_a_start_that_is_not_there_creates_nothing(tmp_path: Path, flag: str) ->
     ):
         make_trainer(remote_settings(f"{missing}-new", max_steps=2, **{flag: missing})).fit()
     assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["", "/checkpoints/step_00000004"])
+def test_a_plan_has_the_settings_of_a_remote_run_that_it_resumes(url: str, tmp_path: Path, name: str) -> None:
+    before = set(tmp_path.rglob("*"))
+    prepared = make_trainer(settings(tmp_path / "other", resume=f"{url}{name}", max_steps=6)).prepare()
+    assert flat_values(prepared.resolved.config)["learning_rate"] == 1e-4
+    assert prepared.resolved.origins["learning_rate"] == "run run1"
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_plan_of_a_remote_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    missing = f"memory://{uuid4().hex}/run2"
+    with pytest.raises(UserError, match=f"--resume {missing}: there is nothing; give a run"):
+        make_trainer(settings(tmp_path / "other", resume=missing)).prepare()

@@ -17,16 +17,20 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def local_run_dir(resolved: Resolved) -> Iterator[Resolved]:
-    """Yield settings with a copy of the record in place of a remote ``--run-dir``, to read it."""
+def local_records(resolved: Resolved) -> Iterator[Resolved]:
+    """Yield settings with copies of records in place of a remote ``--run-dir`` and ``--resume``."""
     from orchestrator.record.remote_record import local_record
 
     run_dir = resolved.config.run.run_dir
-    if run_dir is None or as_url(run_dir) is None:
+    resume = resolved.config.checkpoint.resume
+    with ExitStack() as stack:
+        if run_dir is not None and as_url(run_dir) is not None:
+            resolved = _but(resolved, run_dir=stack.enter_context(local_record(run_dir)))
+        if resume is not None and as_url(resume) is not None:
+            from orchestrator.train.remote.remote_start import downloaded_record
+
+            resolved = _but(resolved, resume=str(stack.enter_context(downloaded_record("--resume", resume))))
         yield resolved
-        return
-    with local_record(run_dir) as folder:
-        yield _but(resolved, run_dir=folder)
 
 
 @contextmanager

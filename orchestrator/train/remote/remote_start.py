@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import gettempdir
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
@@ -82,6 +83,41 @@ def downloaded_start(
     """Yield a local copy of what ``--resume`` or ``--init-from`` names: a checkpoint, or a run folder.
 
     It is removed at the end. Raises ``UserError`` if there is none."""
+    with _recorded_run(flag, location, results) as found:
+        with _user_errors(found.given):
+            checkpoint, path = _first_good(found, note)
+        content = {"run": found.run.url, "checkpoint": checkpoint.name}
+        (found.local / START).write_text(json.dumps(content), encoding="utf-8")
+        yield found.local if found.named is None else path
+
+
+@contextmanager
+def downloaded_record(flag: str, location: str | Path) -> Iterator[Path]:
+    """Yield a copy of the record of the run that ``--resume`` names, to plan with its settings.
+
+    It has no checkpoint, and is removed at the end. Raises ``UserError`` if there is no run."""
+    with _recorded_run(flag, location, Path(gettempdir())) as found:
+        yield found.local
+
+
+@dataclass(frozen=True)
+class _RecordedRun:
+    """A remote run that another one begins with."""
+
+    given: str
+    """The flag with its address, for messages."""
+    run: RemoteFolder
+    named: RemoteCheckpoint | None
+    """The checkpoint whose address is given; None for the address of a run."""
+    candidates: Sequence[RemoteCheckpoint]
+    """The checkpoint that is named, else all of the run, newest first."""
+    local: Path
+    """A copy of the run's record."""
+
+
+@contextmanager
+def _recorded_run(flag: str, location: str | Path, results: Path) -> Iterator[_RecordedRun]:
+    """Find a run, and copy its record into a folder below ``results`` while the block runs."""
     folder = open_folder(flag, location)
     given = f"{flag} {folder.url}"
     named = named_checkpoint(folder.name)
@@ -92,10 +128,7 @@ def downloaded_start(
         write_remote(local, folder.url)
         with _user_errors(given):
             download_record(run, local)
-            checkpoint, path = _first_good(given, run, candidates, local, note)
-        content = {"run": run.url, "checkpoint": checkpoint.name}
-        (local / START).write_text(json.dumps(content), encoding="utf-8")
-        yield local if named is None else path
+        yield _RecordedRun(given, run, named, candidates, local)
 
 
 @contextmanager
@@ -143,22 +176,17 @@ def _candidates(given: str, run: RemoteFolder, named: RemoteCheckpoint | None) -
     return chosen[:1]
 
 
-def _first_good(
-    given: str,
-    run: RemoteFolder,
-    candidates: Sequence[RemoteCheckpoint],
-    local: Path,
-    note: Callable[[str], None],
-) -> tuple[RemoteCheckpoint, Path]:
+def _first_good(found: _RecordedRun, note: Callable[[str], None]) -> tuple[RemoteCheckpoint, Path]:
     """Download the first checkpoint that is good. Return it with its local path."""
-    checkpoints = RemoteCheckpoints(run / CHECKPOINTS)
+    checkpoints = RemoteCheckpoints(found.run / CHECKPOINTS)
+    candidates = found.candidates
     damage = ""
     for checkpoint in candidates:
         try:
-            return checkpoint, checkpoints.download(checkpoint, local / CHECKPOINTS)
+            return checkpoint, checkpoints.download(checkpoint, found.local / CHECKPOINTS)
         except CheckpointDamaged as error:
             damage = damage or str(error)
             if len(candidates) > 1:
-                note(f"warning: skipped checkpoint {checkpoint.name} of {run.url}: {error}")
-    found = "the checkpoint is" if len(candidates) == 1 else f"all {len(candidates)} checkpoints are"
-    raise UserError(f"{given}: {found} damaged ({damage}); give another run or checkpoint")
+                note(f"warning: skipped checkpoint {checkpoint.name} of {found.run.url}: {error}")
+    damaged = "the checkpoint is" if len(candidates) == 1 else f"all {len(candidates)} checkpoints are"
+    raise UserError(f"{found.given}: {damaged} damaged ({damage}); give another run or checkpoint")
