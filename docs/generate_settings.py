@@ -168,7 +168,9 @@ def _package(path: Path) -> str:
 
 def _name_read(node: ast.AST) -> str | None:
     if isinstance(node, ast.Attribute):
-        return node.attr
+        # Of torch: ``finfo(dtype).eps`` is no setting.
+        of_call = isinstance(node.value, ast.Call) and _last_name(node.value.func) == "finfo"
+        return None if of_call else node.attr
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
