@@ -42,6 +42,7 @@ from orchestrator.record.live.endpoint import RunMetrics, metrics_endpoint
 from orchestrator.record.screen import Screen
 from orchestrator.record.tracker_backends import check_trackers
 from orchestrator.result import Result
+from orchestrator.storage.address import location_text
 from orchestrator.tasks.generation import MAX_NEW_TOKENS, GenerationOptions
 from orchestrator.train.remote.addresses import local_records, local_start, remote_run
 
@@ -318,10 +319,11 @@ class Trainer:
 
         if self._given_callbacks or self.resolved.config.watch.callbacks:
             raise UserError("trials of a sweep call no callbacks; leave callbacks out")
-        if self.resolved.config.checkpoint.init_from is not None:
+        init_from = self.resolved.config.checkpoint.init_from
+        if init_from is not None:
             raise UserError(
-                f"--init-from {self.resolved.config.checkpoint.init_from}: trials of a sweep begin with new "
-                "weights; leave it out, and give it to 'orchestrator train --tuned FOLDER' afterwards"
+                f"--init-from {location_text(init_from)}: trials of a sweep begin with new weights; leave it "
+                "out, and give it to 'orchestrator train --tuned FOLDER' afterwards"
             )
         earlier = read_sweep_record(resume) if resume is not None else None
         if earlier is not None and is_complete(sweep, earlier):

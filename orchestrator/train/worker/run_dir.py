@@ -107,7 +107,7 @@ def how_to_resume(config: Config, run_dir: str | Path) -> str:
 
 
 def write_remote(run_dir: Path, url: str) -> None:
-    """Note in a run folder that it is the local copy of a remote one. The note is for people alone."""
+    """Note in a run folder that it is the local copy of a remote one."""
     (run_dir / REMOTE).write_text(f"{url}\n", encoding="utf-8")
 
 
