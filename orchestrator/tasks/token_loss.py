@@ -39,7 +39,7 @@ class TokenLoss(NamedTuple):
     num_correct: Tensor | None
 
 
-class Tail(NamedTuple):
+class LogitTransform(NamedTuple):
     """The function from the output layer's products to logits: a factor, then a soft cap (0 for none)."""
 
     scale: float = 1.0
@@ -53,7 +53,7 @@ class Tail(NamedTuple):
         return logits if not self.softcap else torch.tanh(logits / self.softcap) * self.softcap
 
 
-PLAIN = Tail()
+PLAIN = LogitTransform()
 
 
 def has_large_logits(hidden_TD: Tensor, vocabulary: int) -> bool:
@@ -69,7 +69,7 @@ def token_loss(
     output_VD: Tensor,
     targets_T: Tensor,
     bias_V: Tensor | None = None,
-    tail: Tail = PLAIN,
+    transform: LogitTransform = PLAIN,
     ignore: bool = False,
 ) -> TokenLoss:
     """Return the cross-entropy of the output layer's logits against the targets, as a sum.
@@ -79,11 +79,14 @@ def token_loss(
     dtype = computing_dtype(hidden_TD)
     with without_autocast(hidden_TD):
         if torch.is_grad_enabled():
-            total: Tensor = _TokenLoss.apply(hidden_TD, output_VD, bias_V, targets_T, dtype, *tail, ignore)  # pyright: ignore[reportAssignmentType]
+            apply: Any = _TokenLoss.apply
+            total = apply(hidden_TD, output_VD, bias_V, targets_T, dtype, *transform, ignore)
             return TokenLoss(total, None)
         bias_V = None if bias_V is None else bias_V.to(dtype)
         compute = _OPAQUE_VALUES[ignore] if torch.compiler.is_compiling() else _values
-        return TokenLoss(*compute(hidden_TD.to(dtype), output_VD.to(dtype), bias_V, targets_T, *tail, ignore))
+        return TokenLoss(
+            *compute(hidden_TD.to(dtype), output_VD.to(dtype), bias_V, targets_T, *transform, ignore)
+        )
 
 
 # --- the loss alone
@@ -99,11 +102,11 @@ def _values(
     ignore: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss, and the number of right guesses."""
-    tail = Tail(scale, softcap)
+    transform = LogitTransform(scale, softcap)
     total = hidden_TD.new_zeros((), dtype=wide_dtype(hidden_TD.dtype))
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
     for rows_C in _chunks(targets_T, len(output_VD), ignore):
-        logits_CV = tail(F.linear(hidden_TD[rows_C], output_VD, bias_V))
+        logits_CV = transform(F.linear(hidden_TD[rows_C], output_VD, bias_V))
         targets_C = targets_T[rows_C]
         num_correct += (logits_CV.argmax(-1) == targets_C).sum()
         total += F.cross_entropy(logits_CV, targets_C, reduction="sum")
@@ -184,7 +187,7 @@ def _gradients(
     for result in (sums.total, sums.d_hidden_TD, sums.d_output_VD, sums.d_bias_V):
         result.zero_()
     for rows_C in _chunks(targets_T, len(output_VD), ignore):
-        sums.add(rows_C, (hidden_TD, output_VD, bias_V), targets_T, Tail(scale, softcap))
+        sums.add(rows_C, (hidden_TD, output_VD, bias_V), targets_T, LogitTransform(scale, softcap))
     return sums.total, sums.d_hidden_TD, sums.d_output_VD, sums.d_bias_V
 
 
@@ -223,13 +226,13 @@ class _Sums:
         rows_C: Tensor | slice,
         layer: tuple[Tensor, Tensor, Tensor | None],
         targets_T: Tensor,
-        tail: Tail,
+        transform: LogitTransform,
     ) -> None:
         """Add a chunk. Its logits are free again when this returns."""
         hidden_TD, output_VD, bias_V = layer
         hidden_CD = hidden_TD[rows_C]
         products_CV = F.linear(hidden_CD, output_VD, bias_V)
-        loss_C, d_products_CV = _loss_and_gradient(products_CV, targets_T[rows_C], tail)
+        loss_C, d_products_CV = _loss_and_gradient(products_CV, targets_T[rows_C], transform)
         self.total.add_(loss_C.sum())
         self.d_hidden_TD[rows_C] = d_products_CV @ output_VD
         if len(self.d_output_VD):
@@ -238,15 +241,17 @@ class _Sums:
             self.d_bias_V.add_(d_products_CV.sum(0, dtype=self.d_bias_V.dtype))
 
 
-def _loss_and_gradient(products_CV: Tensor, targets_C: Tensor, tail: Tail) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(
+    products_CV: Tensor, targets_C: Tensor, transform: LogitTransform
+) -> tuple[Tensor, Tensor]:
     """Return the loss of each token, and the gradient of their sum by the output layer's products."""
-    if tail == PLAIN:
+    if transform == PLAIN:
         return loss_and_gradient(products_CV, targets_C)
-    logits_CV = tail(products_CV)
+    logits_CV = transform(products_CV)
     # Before the loss: its gradient may be written in the logits' place.
-    slope: Tensor | float = tail.scale
-    if tail.softcap:
-        slope = (logits_CV / tail.softcap).square_().neg_().add_(1).mul_(tail.scale)
+    slope: Tensor | float = transform.scale
+    if transform.softcap:
+        slope = (logits_CV / transform.softcap).square_().neg_().add_(1).mul_(transform.scale)
     loss_C, d_logits_CV = loss_and_gradient(logits_CV, targets_C)
     return loss_C, (d_logits_CV * slope).to(products_CV.dtype)
 

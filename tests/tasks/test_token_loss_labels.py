@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks: tokens without labels, a bias and a tail, against torch on whole logits."""
+"""Cross-entropy in chunks: tokens without labels, a bias and a transform, against torch on whole logits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchestrator.tasks import token_loss as module
-from orchestrator.tasks.token_loss import NO_LABEL, PLAIN, Tail, token_loss
+from orchestrator.tasks.token_loss import NO_LABEL, PLAIN, LogitTransform, token_loss
 
 TOKENS = 23
 WIDTH = 5
 VOCABULARY = 11
-TAILS = [PLAIN, Tail(0.3), Tail(1.0, 2.0), Tail(1.7, 3.0)]
+TRANSFORMS = [PLAIN, LogitTransform(0.3), LogitTransform(1.0, 2.0), LogitTransform(1.7, 3.0)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,33 +34,37 @@ def make_inputs(labelled: float = 0.6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def labelled_loss(
-    hidden_TD: Tensor, output_VD: Tensor, bias_V: Tensor | None, labels_T: Tensor, tail: Tail = PLAIN
+    hidden_TD: Tensor,
+    output_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_T: Tensor,
+    transform: LogitTransform = PLAIN,
 ) -> Tensor:
-    return token_loss(hidden_TD, output_VD, labels_T, bias_V, tail, ignore=True).sum
+    return token_loss(hidden_TD, output_VD, labels_T, bias_V, transform, ignore=True).sum
 
 
 def whole_loss(
-    hidden_TD: Tensor, output_VD: Tensor, bias_V: Tensor | None, labels_T: Tensor, tail: Tail
+    hidden_TD: Tensor, output_VD: Tensor, bias_V: Tensor | None, labels_T: Tensor, transform: LogitTransform
 ) -> Tensor:
-    logits_TV = F.linear(hidden_TD, output_VD, bias_V) * tail.scale
-    if tail.softcap:
-        logits_TV = tail.softcap * torch.tanh(logits_TV / tail.softcap)
+    logits_TV = F.linear(hidden_TD, output_VD, bias_V) * transform.scale
+    if transform.softcap:
+        logits_TV = transform.softcap * torch.tanh(logits_TV / transform.softcap)
     return F.cross_entropy(logits_TV, labels_T, ignore_index=NO_LABEL, reduction="sum")
 
 
-@pytest.mark.parametrize("tail", TAILS, ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("labelled", [1.0, 0.6, 0.0])
-def test_loss_and_gradients_are_those_of_whole_logits(tail: Tail, labelled: float) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(transform: LogitTransform, labelled: float) -> None:
     hidden_TD, output_VD, bias_V, labels_T = make_inputs(labelled)
     leaves = (hidden_TD, output_VD, bias_V)
-    found = labelled_loss(*leaves, labels_T, tail)
-    expected = whole_loss(*leaves, labels_T, tail)
+    found = labelled_loss(*leaves, labels_T, transform)
+    expected = whole_loss(*leaves, labels_T, transform)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(found * 0.3, leaves)
     for gradient, other in zip(gradients, torch.autograd.grad(expected * 0.3, leaves), strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
-        evaluated = labelled_loss(*leaves, labels_T, tail)
+        evaluated = labelled_loss(*leaves, labels_T, transform)
     torch.testing.assert_close(evaluated, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -92,13 +96,13 @@ def test_products_are_those_of_autocast_and_the_loss_is_fp32() -> None:
         assert gradient.dtype == torch.float32
 
 
-@pytest.mark.parametrize("tail", TAILS[::3], ids=str)
-def test_compiled_code_has_the_same_values_and_gradients(tail: Tail) -> None:
+@pytest.mark.parametrize("transform", TRANSFORMS[::3], ids=str)
+def test_compiled_code_has_the_same_values_and_gradients(transform: LogitTransform) -> None:
     *leaves, labels_T = make_inputs()
 
     def loss(*tensors: Tensor) -> Tensor:
         hidden_TD, output_VD, bias_V = tensors
-        return labelled_loss(hidden_TD * 2, output_VD, bias_V, labels_T, tail)
+        return labelled_loss(hidden_TD * 2, output_VD, bias_V, labels_T, transform)
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     found = torch.autograd.grad(compiled(*leaves), leaves)

@@ -4,9 +4,9 @@ The model runs as it is, except that its output layer keeps the hidden states an
 then computed from the hidden states in chunks, still within the model's own call: the hooks of FSDP have
 gathered the output layer, and find the loss among the outputs.
 
-Some families have a tail after the output layer: they multiply its products (Granite, Cohere) or cap them
+Some families transform the products of the output layer: they multiply them (Granite, Cohere) or cap them
 (Gemma). Before the first pass the model's own code computes the logits of a few hidden states and of known
-numbers in place of products. A model whose logits differ from those of the known tails has whole logits.
+numbers in place of products. A model whose logits differ from those of the known transforms has whole logits.
 
 Shapes: B samples of a batch, S tokens of a sample, R rows of logits, D width, V vocabulary.
 """
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from experts.bank import computing_dtype
 from experts.kernels.autocast import without_autocast
-from orchestrator.tasks.token_loss import PLAIN, Tail, token_loss
+from orchestrator.tasks.token_loss import PLAIN, LogitTransform, token_loss
 
 LARGE_LOGITS = 2**24
 """Logits of a sample from which on chunks are used. Micro-batches have some samples: 256 MiB of four in fp32.
@@ -66,8 +66,8 @@ class OutputLoss:
         """Why this model has whole logits; None if it needs none."""
         self._note = note
         self._was_told = False
-        self._tails = list(_possible_tails(model))
-        self._tail: Tail | None = None
+        self._transforms = list(_possible_transforms(model))
+        self._transform: LogitTransform | None = None
         """None until it is found."""
         self._takes_hidden = False
         self._hidden_BSDs: list[Tensor] = []
@@ -82,8 +82,8 @@ class OutputLoss:
         """Call the model; see ``call_with_labels``."""
         if computing_dtype(labels_BS) == torch.float16:
             self.obstacle = "in fp16 gradients are scaled before they are rounded"
-        if self.obstacle is None and self._tail is None:
-            self._find_tail(model, labels_BS, inputs)
+        if self.obstacle is None and self._transform is None:
+            self._find_transform(model, labels_BS, inputs)
         if self.obstacle is None:
             outputs = model(loss_labels=labels_BS, **inputs)
         else:
@@ -99,7 +99,7 @@ class OutputLoss:
         """Run the model's own forward pass and, if there are labels, compute their loss."""
         if loss_labels is None:
             return self._model_forward(*arguments, **inputs)
-        if self._tail is None:
+        if self._transform is None:
             return self._try_output_layer(inputs)
         self._takes_hidden = True
         try:
@@ -114,7 +114,9 @@ class OutputLoss:
         hidden_TD = hidden_BSDs[0].flatten(0, 1)
         labels_T = loss_labels.flatten()
         head = self._head
-        outputs["loss"] = token_loss(hidden_TD, head.weight, labels_T, head.bias, self._tail, ignore=True).sum
+        outputs["loss"] = token_loss(
+            hidden_TD, head.weight, labels_T, head.bias, self._transform, ignore=True
+        ).sum
         return outputs
 
     def _forward_head(self, hidden_BSD: Tensor) -> Tensor:
@@ -122,19 +124,19 @@ class OutputLoss:
         if not self._takes_hidden:
             return self._head_forward(hidden_BSD)
         self._hidden_BSDs.append(hidden_BSD)
-        if self._tail is None:
+        if self._transform is None:
             products_BSV = self._head_forward(hidden_BSD)
             return torch.cat([products_BSV, _probe(products_BSV)], 1)
         return hidden_BSD.new_empty((len(hidden_BSD), 0, self._head.out_features))
 
     # --- the function from products to logits
 
-    def _find_tail(self, model: Any, labels_BS: Tensor, inputs: Mapping[str, Any]) -> None:
+    def _find_transform(self, model: Any, labels_BS: Tensor, inputs: Mapping[str, Any]) -> None:
         """Try the model's own way from hidden states to logits on a few tokens of the first batch.
 
         Its body does not run: it may exchange tokens with other hosts, and is compiled for whole batches."""
         if isinstance(labels_BS, FakeTensor):
-            self._tail = PLAIN  # a trace has no values, and no tail needs more memory
+            self._transform = PLAIN  # a trace has no values, and no transform needs more memory
             return
         few = {name: value[:2, :4] for name, value in inputs.items() if isinstance(value, Tensor)}
         with torch.no_grad(), _without_body(model, self._head):
@@ -158,22 +160,22 @@ class OutputLoss:
         if logits_BRV.shape != (num_samples, 2 * num_tokens, self._head.out_features):
             self.obstacle = "the model does not return all products of its output layer as logits"
             return
-        self._tail = self._agreeing_tail(hidden_BSD, logits_BRV)
-        if self._tail is None:
+        self._transform = self._agreeing_transform(hidden_BSD, logits_BRV)
+        if self._transform is None:
             self.obstacle = "the model changes the products of its output layer in an unknown way"
 
-    def _agreeing_tail(self, hidden_BSD: Tensor, logits_BRV: Tensor) -> Tail | None:
-        """Return the tail that turns products into the model's logits; None if there is none."""
+    def _agreeing_transform(self, hidden_BSD: Tensor, logits_BRV: Tensor) -> LogitTransform | None:
+        """Return the transform that turns products into the model's logits; None if there is none."""
         dtype = computing_dtype(hidden_BSD)
         epsilon = max(torch.finfo(dtype).eps, torch.finfo(logits_BRV.dtype).eps)
         own_BSV, known_BSV = logits_BRV.chunk(2, 1)
         probe_BSV = _probe(known_BSV.to(dtype))
 
-        def difference(tail: Tail) -> float:
-            expected_BSV = tail(probe_BSV)
+        def difference(transform: LogitTransform) -> float:
+            expected_BSV = transform(probe_BSV)
             return float(((known_BSV - expected_BSV) / expected_BSV).abs().max())
 
-        best = min(self._tails, key=difference)
+        best = min(self._transforms, key=difference)
         if not difference(best) <= _PROBE_TOLERANCE * epsilon:
             return None
         # The products must be the model's, too.
@@ -226,14 +228,14 @@ def _obstacle(model: Any, head: Any) -> str | None:
     return None
 
 
-def _possible_tails(model: nn.Module) -> Iterator[Tail]:
+def _possible_transforms(model: nn.Module) -> Iterator[LogitTransform]:
     """Yield the functions that the settings of a model may mean."""
     config: Any = model.config
     of_text = config.get_text_config()
     scales = [value for name in _SCALES if (value := getattr(of_text, name, None))]
     softcaps = [value for name in _SOFTCAPS if (value := getattr(of_text, name, None))]
     factors = [1.0, *scales, *(1 / scale for scale in scales)]
-    yield from (Tail(float(scale), float(cap)) for scale, cap in product(factors, [0.0, *softcaps]))
+    yield from (LogitTransform(float(scale), float(cap)) for scale, cap in product(factors, [0.0, *softcaps]))
 
 
 def _probe(like: Tensor) -> Tensor:

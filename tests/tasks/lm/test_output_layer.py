@@ -16,7 +16,7 @@ from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.tasks.lm.output_layer import call_with_labels
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.tasks.task import Loss
-from orchestrator.tasks.token_loss import NO_LABEL, Tail
+from orchestrator.tasks.token_loss import NO_LABEL, LogitTransform
 from tests.support.families import COMMON, Fp32MeansFp64, build
 from tests.support.language_models import DoubleLanguageModel, lm_config
 from tests.support.live_bytes import LiveBytes
@@ -28,14 +28,14 @@ SIZES: dict[str, Any] = {
     "attn_implementation": "eager",
     "experts_implementation": "eager",
 }
-TAILS: list[tuple[str, dict[str, Any], Tail]] = [
-    ("Llama", {"tie_word_embeddings": True}, Tail()),
-    ("Granite", {"logits_scaling": 3.0}, Tail(1 / 3)),
-    ("GraniteMoe", {"logits_scaling": 6.0, "num_local_experts": 7}, Tail(1 / 6)),
-    ("Cohere", {"logit_scale": 0.0625}, Tail(0.0625)),
-    ("Gemma2", {"final_logit_softcapping": 2.0}, Tail(1.0, 2.0)),
-    ("Gemma2", {"final_logit_softcapping": None}, Tail()),
-    ("Phi", {}, Tail()),  # its output layer has a bias
+TRANSFORMS: list[tuple[str, dict[str, Any], LogitTransform]] = [
+    ("Llama", {"tie_word_embeddings": True}, LogitTransform()),
+    ("Granite", {"logits_scaling": 3.0}, LogitTransform(1 / 3)),
+    ("GraniteMoe", {"logits_scaling": 6.0, "num_local_experts": 7}, LogitTransform(1 / 6)),
+    ("Cohere", {"logit_scale": 0.0625}, LogitTransform(0.0625)),
+    ("Gemma2", {"final_logit_softcapping": 2.0}, LogitTransform(1.0, 2.0)),
+    ("Gemma2", {"final_logit_softcapping": None}, LogitTransform()),
+    ("Phi", {}, LogitTransform()),  # its output layer has a bias
 ]
 
 
@@ -72,17 +72,17 @@ def step(model: Any, batch: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
     return outputs, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("family", "sizes", "tail"), TAILS, ids=lambda value: str(value))
-def test_the_tail_of_a_family_is_found_and_its_gradients_are_those_of_whole_logits(
-    family: str, sizes: dict[str, Any], tail: Tail
+@pytest.mark.parametrize(("family", "sizes", "transform"), TRANSFORMS, ids=lambda value: str(value))
+def test_the_transform_of_a_family_is_found_and_its_gradients_are_those_of_whole_logits(
+    family: str, sizes: dict[str, Any], transform: LogitTransform
 ) -> None:
     model = make_model(family, **sizes)
     batch = make_batch()
     _, expected = step(model, batch)
     with chunks() as calls:
-        for _ in range(2):  # the first pass finds the tail
+        for _ in range(2):  # the first pass finds the transform
             _, found = step(model, batch)
-            assert calls.call_args.args[-1] == tail
+            assert calls.call_args.args[-1] == transform
             assert found.keys() == expected.keys()
             for name, gradient in found.items():
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-10, msg=name)
@@ -97,7 +97,7 @@ def test_a_soft_cap_is_found_in_each_precision(precision: torch.dtype) -> None:
     batch = make_batch()
     with chunks() as calls, torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
         call_with_labels(model, batch["labels"], {"input_ids": batch["input_ids"]}, pytest.fail)
-    assert calls.call_args.args[-1] == Tail(1.0, 30.0)
+    assert calls.call_args.args[-1] == LogitTransform(1.0, 30.0)
 
 
 def test_logits_may_be_converted_to_fp32() -> None:
@@ -113,13 +113,13 @@ def test_logits_may_be_converted_to_fp32() -> None:
     batch = make_batch()
     with chunks() as calls, torch.autocast("cpu", torch.bfloat16):
         call_with_labels(model, batch["labels"], {"input_ids": batch["input_ids"]}, pytest.fail)
-    assert calls.call_args.args[-1] == Tail()
+    assert calls.call_args.args[-1] == LogitTransform()
 
 
 # --- whole logits
 
 
-def with_unknown_tail(model: Any) -> None:
+def with_unknown_transform(model: Any) -> None:
     forward = model.forward
 
     def changed(**inputs: Any) -> Any:
@@ -171,7 +171,7 @@ def with_adapters(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (with_unknown_tail, "the model changes the products of its output layer in an unknown way"),
+        (with_unknown_transform, "the model changes the products of its output layer in an unknown way"),
         (with_cut_logits, "the model does not return all products of its output layer as logits"),
         (with_few_hidden_states, "the model does not give the hidden states of all tokens to its output"),
         (with_a_hook, "the output layer has hooks"),
