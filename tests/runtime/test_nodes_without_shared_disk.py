@@ -30,16 +30,13 @@ from tests.support.cli_runs import (
     losses,
     single_process_losses,
 )
-from tests.support.cluster import RayCluster, can_have_private_disks, local_cluster
+from tests.support.cluster import RayCluster, local_cluster, needs_private_disks
 from tests.support.object_server import ObjectServer
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not can_have_private_disks(),
-        reason="mounts of a process's own (unshare --mount) are not allowed here",
-    ),
+    needs_private_disks,
 ]
 STEPS = 90
 LENGTH = shlex.split(

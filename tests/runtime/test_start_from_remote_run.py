@@ -17,16 +17,13 @@ from orchestrator.record.events import of_kind, read_events
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteFolder
 from tests.support.cli_runs import QUIET, SIZES, complete, losses
-from tests.support.cluster import RayCluster, can_have_private_disks, local_cluster
+from tests.support.cluster import RayCluster, local_cluster, needs_private_disks
 from tests.support.object_server import ObjectServer
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not can_have_private_disks(),
-        reason="mounts of a process's own (unshare --mount) are not allowed here",
-    ),
+    needs_private_disks,
 ]
 FIRST_STEPS = 6
 STEPS = 12

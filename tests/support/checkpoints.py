@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 
+from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.checkpoint.files import Contents, HostPart, write_part
 from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 
 DAMAGE_KINDS = ("flip", "truncate", "missing", "swap")
 
@@ -20,6 +24,16 @@ def small_contents(step: int) -> Contents:
         "optimizer": {"exp_avg/w": torch.full((3,), step)},
     }
     return Contents(tensors, {"progress": {"step": step}, "text": "x" * 300})
+
+
+def remote_run_with_checkpoints(folder: Path, steps: Sequence[int] = (20, 40)) -> RemoteFolder:
+    """Return a new remote run with checkpoints of these steps, which are written into a folder first."""
+    remote = RemoteFolder(f"memory://{uuid4().hex}/run1")
+    store = CheckpointStore(folder)
+    for step in steps:
+        path = save_checkpoint(store, step, small_contents(step))
+        RemoteCheckpoints(remote / "checkpoints").upload(path, lambda: None)
+    return remote
 
 
 def save_checkpoint(store: CheckpointStore, step: int, contents: Contents) -> Path:

@@ -111,13 +111,19 @@ class RayCluster:
             time.sleep(0.1)
 
 
-def can_have_private_disks() -> bool:
+def _can_have_private_disks() -> bool:
     """Whether a process may mount a disk that others do not see."""
     try:
         command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
     except OSError:
         return False
+
+
+needs_private_disks = pytest.mark.skipif(
+    not _can_have_private_disks(),
+    reason="mounts of a process's own (unshare --mount) are not allowed here",
+)
 
 
 def write_token(folder: Path) -> Path:

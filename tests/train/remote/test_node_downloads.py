@@ -6,18 +6,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
 from orchestrator.errors import CheckpointDamaged
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.files import load
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote import retry
-from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.node_store import NodeStore
-from tests.support.checkpoints import save_checkpoint, small_contents
+from tests.support.checkpoints import remote_run_with_checkpoints
 
 _WAIT_S = 60.0
 NAMES = ("step_00000020", "step_00000040")
@@ -27,12 +24,7 @@ SAVE = ".writing_step_00000060_00000001"
 @pytest.fixture
 def folder(tmp_path: Path) -> RemoteFolder:
     """A remote run with the checkpoints of steps 20 and 40."""
-    remote = RemoteFolder(f"memory://{uuid4().hex}/run1")
-    store = CheckpointStore(tmp_path / "written")
-    for step in (20, 40):
-        save_checkpoint(store, step, small_contents(step))
-        RemoteCheckpoints(remote / "checkpoints").upload(store.folder / f"step_{step:08d}", lambda: None)
-    return remote
+    return remote_run_with_checkpoints(tmp_path / "written")
 
 
 @pytest.fixture

@@ -17,17 +17,13 @@ from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.remote_start import downloaded_start, remote_start
-from tests.support.checkpoints import save_checkpoint, small_contents
+from tests.support.checkpoints import remote_run_with_checkpoints
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RemoteFolder:
     """A remote run with the checkpoints of steps 20 and 40."""
-    remote = RemoteFolder(f"memory://{uuid4().hex}/run1")
-    store = CheckpointStore(tmp_path / "written")
-    for step in (20, 40):
-        save_checkpoint(store, step, small_contents(step))
-        RemoteCheckpoints(remote / "checkpoints").upload(store.folder / f"step_{step:08d}", lambda: None)
+    remote = remote_run_with_checkpoints(tmp_path / "written")
     for name in ("events.jsonl", "config.yaml", "hf/config.json", "plan.json"):
         remote.write(name, b"{}")
     return remote
