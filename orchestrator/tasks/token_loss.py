@@ -276,7 +276,7 @@ def _opaque(name: str, compute: Any, results_like: Any) -> dict[bool, Any]:
     every = custom_op(f"orchestrator::{name}", compute, mutates_args=())
     # The host waits for it, which no CUDA graph can.
     unsafe = torch.Tag.cudagraph_unsafe
-    some = custom_op(f"orchestrator::{name}_of_some", compute, mutates_args=(), tags=unsafe)
+    some = custom_op(f"orchestrator::{name}_of_some", compute, mutates_args=(), tags=(unsafe,))
     for operation in (every, some):
         operation.register_fake(results_like)
     return {False: every, True: some}
