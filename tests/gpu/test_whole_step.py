@@ -18,7 +18,7 @@ from orchestrator.tasks import token_loss as token_loss_module
 from orchestrator.tasks.cross_entropy import loss_and_gradient_fused, loss_and_gradient_plain
 from orchestrator.tasks.token_loss import token_loss
 from orchestrator.train.data import Feed
-from orchestrator.train.parts import adamw
+from orchestrator.train.parts import adamw, gradient_norm
 from orchestrator.train.parts.adamw import AdamW, Update, update_fused, update_plain
 from orchestrator.train.parts.world import World
 from orchestrator.train.stepper import Stepper
@@ -80,6 +80,21 @@ def test_the_kernel_writes_nothing_where_gradients_overflowed() -> None:
     update_fused(found, numbers_N, BETAS, EPS)
     for name in ("weight", "mean", "square", "copy"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_norm_of_large_and_small_gradients_is_exact(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_norm, "LARGE", 1000)
+    shapes = ((3, 50, 70), (11,), (2**15 * 3 + 17,), (1000,), (64, 64))
+    gradients = [draw(*shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes)]
+    transposed = gradients[-1].t()
+    found = gradient_norm.norm_of_gradients([*gradients[:-1], transposed])
+    every = torch.cat([gradient.double().flatten() for gradient in gradients])
+    torch.testing.assert_close(found, every.norm(), rtol=1e-6, atol=0)
+    gradients[0][1, 2, 3] = float("inf")
+    assert float(gradient_norm.norm_of_gradients(gradients)) == float("inf")
 
 
 @pytest.mark.parametrize("rate", ["number", "tensor"])

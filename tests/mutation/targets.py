@@ -31,6 +31,7 @@ TARGETS = (
     "orchestrator/train/data.py",
     "orchestrator/train/feeds/*.py",
     "orchestrator/train/batches.py",
+    "orchestrator/train/parts/gradient_norm.py",
     "orchestrator/train/parts/optim.py",
     "orchestrator/train/parts/precision.py",
     "orchestrator/train/parts/clock.py",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -123,21 +122,6 @@ class ScheduledOptimizer:
             del handle.found_inf
         elif bool(to_host(finite)):
             self.inner.step()
-
-
-def norm_of_gradients(gradients: list[Tensor]) -> Tensor:
-    """Return the norm of gradients taken as one vector, in fp64: each counted once, in order."""
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64)
-    # Sums of short types are kept in fp32. Torch computes tensors of one type together.
-    wide = reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
-    norms: dict[int, Tensor] = {}
-    for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
-        places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
-        of_type = torch._foreach_norm([gradients[place] for place in places], 2, wide)  # pyright: ignore[reportPrivateImportUsage]
-        norms |= dict(zip(places, of_type, strict=True))
-    in_order = torch.stack([norms[place] for place in range(len(gradients))])
-    return torch.linalg.vector_norm(in_order, dtype=torch.float64)
 
 
 def clip_factor(norm: Tensor, factor: float | Tensor, clip_norm: float) -> tuple[Tensor, float | Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from experts.bank import ExpertBank
 from experts.group import Group
 from orchestrator.tasks.task import Task
-from orchestrator.train.parts.optim import norm_of_gradients
+from orchestrator.train.parts.gradient_norm import norm_of_gradients
 from orchestrator.train.parts.recompute import block_lists
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.base import Strategy

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.tasks.task import Task
-from orchestrator.train.parts.optim import norm_of_gradients
+from orchestrator.train.parts.gradient_norm import norm_of_gradients
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.buffers import BufferChoice, no_buffers, running_statistics
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
