@@ -13,6 +13,7 @@ from orchestrator.config.optim import OptimSettings
 from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.adamw8bit import AdamW8bit
 from orchestrator.train.parts.muon import Muon
+from orchestrator.train.parts.optim import has_fp64
 
 
 def build_named_optimizer(
@@ -51,10 +52,12 @@ def build_named_optimizer(
 
 
 def build_adamw(groups: list[dict[str, Any]], settings: OptimSettings, fused: bool) -> torch.optim.AdamW:
-    """Build AdamW: our own for whole parameters on a GPU, else torch's, with the same state."""
+    """Build AdamW: our own for whole parameters on a GPU, else torch's, with the same state.
+
+    Not our own in fp64: torch's kernel takes the factor of gradients in fp32, which would round them."""
     parameters = [p for group in groups for p in group["params"]]
     whole_on_gpu = all(p.is_cuda and not hasattr(p, "to_local") for p in parameters)
-    if fused and whole_on_gpu:
+    if fused and whole_on_gpu and not has_fp64(parameters):
         return AdamW(groups, settings.peak_learning_rate, settings.betas, settings.eps)
     rate = settings.peak_learning_rate
     return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps, fused=fused)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ class ScheduledOptimizer:
         self.keeps_rates = False
         """Whether the groups keep their learning rates in a step, as in the capture of a graph."""
         # Where a graph may read a rate from the device, it is fp32 there: all steps then take the same.
-        self._in_fp32 = any(p.is_cuda for p in self.parameters)
+        self._in_fp32 = any(p.is_cuda for p in self.parameters) and not has_fp64(self.parameters)
         # Fused optimizers read ``found_inf`` on the device and skip the update themselves.
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -122,6 +122,11 @@ class ScheduledOptimizer:
             del handle.found_inf
         elif bool(to_host(finite)):
             self.inner.step()
+
+
+def has_fp64(parameters: Iterable[Tensor]) -> bool:
+    """Return whether some parameters are in fp64: their steps must round nothing to fp32."""
+    return any(parameter.dtype == torch.float64 for parameter in parameters)
 
 
 def clip_factor(norm: Tensor, factor: float | Tensor, clip_norm: float) -> tuple[Tensor, float | Tensor]:

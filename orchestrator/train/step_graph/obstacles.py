@@ -9,6 +9,7 @@ from torch import nn
 
 from experts.balance import gated_layers, moe_layers
 from orchestrator.train.parts.adamw import AdamW
+from orchestrator.train.parts.optim import has_fp64
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.step_graph.python_state import find_hook
 from orchestrator.train.strategies.base import Strategy
@@ -35,6 +36,8 @@ def _optimizer_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         return f"{name} does not run in one kernel: only fused AdamW, Adam and SGD can be captured"
     if handle._optimizer_step_pre_hooks or handle._optimizer_step_post_hooks:
         return f"{name} has a hook, which a graph would not call"
+    if has_fp64(p for group in optimizer.param_groups for p in group["params"]):
+        return "the weights are in fp64, and a graph reads the learning rate in fp32"
     return None
 
 

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experts.bank import ExpertBank
 from orchestrator.config.optim import OptimSettings
 from orchestrator.config.settings import Config
+from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.muon import orthogonalized
 from orchestrator.train.parts.named_optimizers import build_named_optimizer
 from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
@@ -161,3 +163,22 @@ def test_linear_and_wsd_schedules_end_at_zero() -> None:
     assert [linear(step) for step in (9, 10, 60, 110, 200)] == [10 / 11, 1.0, 0.5, 0.0, 0.0]
     wsd = warmup_schedule("wsd", 10, 100)
     assert [wsd(step) for step in (4, 10, 80, 90, 100, 200)] == pytest.approx([5 / 11, 1, 1, 0.5, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "rate"),
+    [(torch.float32, AdamW, float(torch.tensor(1e-3))), (torch.float64, torch.optim.AdamW, 1e-3)],
+    ids=str,
+)
+def test_nothing_is_rounded_to_fp32_for_fp64_weights_on_a_gpu(
+    dtype: torch.dtype, kind: type, rate: float
+) -> None:
+    """Shards on a GPU, and those that are offloaded to a CPU, train as whole weights on a GPU do."""
+    with FakeTensorMode():
+        net = nn.Module()
+        net.weight = nn.Parameter(torch.empty(2, 2, device="cuda", dtype=dtype))
+        inner = build_named_optimizer(net, Config.of(learning_rate=1e-3).optim, fused=True)
+        optimizer = ScheduledOptimizer(inner, lambda _: 1.0)
+    optimizer.set_rates(0)
+    assert type(inner) is kind
+    assert inner.param_groups[0]["lr"] == rate

@@ -77,6 +77,7 @@ def test_a_plain_model_has_no_obstacle() -> None:
         (lambda: obstacle(nn.Linear(2, 2), build=with_step_hook), "AdamW has a hook"),
         (lambda: obstacle(nn.Linear(2, 2), build=lambda m: torch.optim.AdamW(m.parameters())), "kernel"),
         (lambda: obstacle(nn.Linear(2, 2), build=lambda m: torch.optim.RAdam(m.parameters())), "RAdam"),
+        (lambda: obstacle(nn.Linear(2, 2).double()), "fp64"),
         (lambda: obstacle(MoELayer(8, [4, 4], 1, jitter=0.1)), "noise"),
         (lambda: obstacle(MoELayer(8, [4, 4], 1, capacity=1.0)), "capacity"),
         (lambda: obstacle(with_statistics()), "may change"),
