@@ -327,8 +327,9 @@ def test_traced_kernels_have_shapes() -> None:
         assert x_TD.grad.shape == (64, 128)
 
 
+@pytest.mark.whole_gpu
 def test_more_than_2_to_the_31_elements() -> None:
-    """Offsets are computed in 64 bits."""
+    """Offsets are computed in 64 bits. The tensors take 16 GiB."""
     tokens, width = 600_000, 4096
     token_T = torch.arange(tokens, device=DEVICE)
     x_TD = torch.empty(tokens, width, dtype=torch.bfloat16, device=DEVICE)
