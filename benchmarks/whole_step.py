@@ -4,7 +4,7 @@
 fp32 weights, products in bf16. Real data and real routing, the steps of ``orchestrator train`` without its
 record.
 
-    python -m benchmarks.whole_step --compile --profile --peers [--losses FILE] [--out FILE]
+    python -m benchmarks.whole_step --compile --profile --memory --peers [--losses FILE] [--out FILE]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.memory_peak import memory_report
 from benchmarks.peer_steps import free_memory, timed_steps, transformers_step
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
@@ -101,12 +102,14 @@ def main() -> None:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     peak_flops = _measured_peak(device, 512 if arguments.small else 8192)
     config = _config(sizes, arguments)
-    kernels = ""
+    details = ""
     with _our_steps(config) as run:
         seconds = step_seconds(run, arguments.steps, device=device)
         peak = peak_memory(device)["allocated"]
         if arguments.profile:
-            kernels = _kernel_table(run, device)
+            details = _kernel_table(run, device)
+        if arguments.memory:
+            details += memory_report(run, run.stepper, device)
         losses = [float(loss) for loss in run.losses]
     del run
     rows = [Row(f"ours, {'compiled' if arguments.compile else 'eager'}", seconds, peak, losses)]
@@ -116,7 +119,7 @@ def main() -> None:
         arguments.losses.write_text(json.dumps(losses), encoding="utf-8")
     text = header("The whole step of a decoder with experts", arguments)
     text += f"Peak of a bf16 product in this run: {peak_flops / 1e12:,.0f} TFLOP/s.\n\n"
-    publish(text + _table(rows, sizes, peak_flops) + kernels, arguments.out)
+    publish(text + _table(rows, sizes, peak_flops) + details, arguments.out)
 
 
 def _arguments() -> argparse.Namespace:
@@ -124,13 +127,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="timed steps, after a warm-up")
     parser.add_argument("--compile", action="store_true", help="with torch.compile")
     parser.add_argument("--profile", action="store_true", help="also a table of kernels by device time")
+    parser.add_argument(
+        "--memory", action="store_true", help="also the tensors at the peak of a GPU's memory"
+    )
     parser.add_argument("--peers", action="store_true", help="also the Mixtral of transformers")
     parser.add_argument("--losses", type=Path, help="write the losses of our steps to this file")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", help="further settings of our run"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.memory and not torch.cuda.is_available():
+        parser.error("--memory needs a CUDA device")
+    return arguments
 
 
 def _config(sizes: Sizes, arguments: argparse.Namespace) -> Config:
