@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.kernels import fused
+from experts.kernels import fused, slot_sort
 from experts.types import RowMap, Trip
 
 
@@ -52,17 +52,9 @@ class SlotOrder:
         ends_L = torch.searchsorted(key_R, slot_L, right=True)
         return cls(key_R, index_R, ends_L, key_TK.shape[1])
 
-    def counts_L(self, num_rows: int | None = None, bounded: bool = False) -> Tensor:
-        """Return the choices per slot. They sum to ``num_rows``, if given, whatever the choices are.
-
-        Choices that came from another host may differ from its announcement. Kernels trust the
-        counts, and would read beyond the rows. With ``bounded`` they sum to at most ``num_rows``."""
-        ends_L = self.ends_L
-        if num_rows is not None:
-            ends_L = ends_L.clamp(max=num_rows)
-            if not bounded:
-                ends_L[-1:] = num_rows
-        return torch.diff(ends_L, prepend=ends_L.new_zeros(1))
+    def counts_L(self) -> Tensor:
+        """Return the choices per slot."""
+        return torch.diff(self.ends_L, prepend=self.ends_L.new_zeros(1))
 
     def row_map(self, num_rows: int | None, bounded: bool = False) -> RowMap:
         """Return the map of the first ``num_rows`` choices; None says that no choice is absent.
@@ -88,12 +80,31 @@ def sort_by_slot(
 
     With ``bounded`` the device alone knows how many choices are absent, and ``num_rows`` is a bound:
     the rows after the last slot's are not to be computed, and rows beyond the bound are lost."""
-    # Absent choices get the key after the last slot: they are sorted to the end and cut off there.
-    key_TK = slots_TK if num_rows is None else torch.where(slots_TK < 0, num_slots, slots_TK)
-    order = SlotOrder.of(key_TK, num_slots)
-    index_R = order.index_R[:num_rows]
-    weights_R: Tensor = _Pick.apply(weights_TK.reshape(-1), index_R)  # pyright: ignore[reportAssignmentType]
-    return Trip(order.row_map(num_rows, bounded), weights_R, order.counts_L(num_rows, bounded))
+    if slot_sort.available(slots_TK, num_slots):
+        rows = slot_sort.EVERY if num_rows is None else num_rows
+        index_R, token_R, row_TK, counts_L = slot_sort.sort_choices(slots_TK, num_slots, rows)
+        row_map = RowMap(token_R, row_TK, complete=num_rows is None)
+    else:
+        # Absent choices get the key after the last slot: they are sorted to the end and cut off there.
+        key_TK = slots_TK if num_rows is None else torch.where(slots_TK < 0, num_slots, slots_TK)
+        order = SlotOrder.of(key_TK, num_slots)
+        index_R = order.index_R[:num_rows]
+        row_map, counts_L = order.row_map(num_rows, bounded), order.counts_L()
+    if num_rows is not None:
+        counts_L = _within(counts_L, num_rows, bounded)
+    weights_R: Tensor = _Pick.apply(weights_TK, index_R, row_map.row_TK)  # pyright: ignore[reportAssignmentType]
+    return Trip(row_map, weights_R, counts_L)
+
+
+def _within(counts_L: Tensor, num_rows: int, bounded: bool) -> Tensor:
+    """Return counts that sum to ``num_rows``, whatever the choices are; if ``bounded``, to at most that.
+
+    Choices that came from another host may differ from its announcement. Kernels trust the
+    counts, and would read beyond the rows."""
+    ends_L = counts_L.cumsum(0).clamp(max=num_rows)
+    if not bounded:
+        ends_L[-1:] = num_rows
+    return torch.diff(ends_L, prepend=ends_L.new_zeros(1))
 
 
 def key_dtype(num_slots: int) -> torch.dtype:
@@ -190,17 +201,18 @@ class _SumRows(torch.autograd.Function):
 
 
 class _Pick(torch.autograd.Function):
-    """Picks entries of a vector, each at most once."""
+    """Picks the weights of rows. The backward pass looks up the row of each choice."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, order_R: Tensor) -> Tensor:
-        ctx.save_for_backward(order_R)
-        ctx.size = values.shape
-        return values.index_select(0, order_R)
+    def forward(ctx: Any, weights_TK: Tensor, index_R: Tensor, row_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(row_TK)
+        return weights_TK.reshape(-1).index_select(0, index_R)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (order_R,) = ctx.saved_tensors
-        # index_copy_ and not index_add_: no entry is picked twice, so nothing is summed and the
-        # order is free.
-        return grads[0].new_zeros(ctx.size).index_copy_(0, order_R, grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (row_TK,) = ctx.saved_tensors
+        (grad_R,) = grads
+        if not len(grad_R):
+            return grad_R.new_zeros(row_TK.shape), None, None
+        picked_TK = grad_R[row_TK.clamp(min=0)]
+        return picked_TK.masked_fill(row_TK < 0, 0.0), None, None

@@ -1,0 +1,165 @@
+"""Sorting choices by slot: a counting sort in three Triton kernels.
+
+A general sort of as many keys passes over them several times, in a dozen launches, and the inverse of its
+order is one more. Slots are few, so counting them is enough: blocks of choices count their slots, the counts
+are summed over the blocks, and each choice then knows its row. Nothing depends on the order of programs. See
+``experts.types`` for the letters of shapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from experts.kernels.fused import available as has_kernels
+from experts.kernels.fused import compiled, num_blocks, register
+
+if TYPE_CHECKING:
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+else:
+    tl = None  # until the first launch
+
+_MAX_SLOTS = 1024
+_BLOCK = 128  # choices of a program, which compares each with all others
+_SCANNED_BLOCKS, _SCANNED_SLOTS = 256, 8
+EVERY = -1
+"""For ``num_rows``: no choice is absent."""
+
+
+def available(slots_TK: Tensor, num_slots: int) -> bool:
+    """Whether the kernels take these choices."""
+    if not (slots_TK.is_cuda and has_kernels()):
+        return False
+    return 0 < num_slots <= _MAX_SLOTS and 0 < slots_TK.numel() < 2**31
+
+
+def sort_choices(
+    slots_TK: Tensor, num_slots: int, num_rows: int = EVERY
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the rows of choices, sorted by slot and within a slot by token.
+
+    They are: the place of each row's choice in the flat (T, K) table, its token, the row of each choice
+    (-1 for none) and the number of choices of each slot. A choice without a slot from 0 to ``num_slots`` - 1
+    is absent. There are ``num_rows`` rows: choices beyond have none, and rows that no choice fills are those
+    of token 0. For present choices alone the first is ``slots_TK.flatten().argsort(stable=True)``."""
+    return _ops.sort_choices(slots_TK, num_slots, num_rows)
+
+
+def _sort_choices(slots_TK: Tensor, num_slots: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    slots_TK = slots_TK.contiguous()
+    size = slots_TK.numel()
+    top_k = slots_TK.shape[1]
+    blocks = num_blocks(size, _BLOCK)
+    counts_BL = slots_TK.new_empty(blocks, num_slots, dtype=torch.int32)
+    count_L = slots_TK.new_empty(num_slots, dtype=torch.int64)
+    row_TK = torch.empty_like(slots_TK, dtype=torch.int64)
+    if num_rows == EVERY:
+        index_R, token_R = row_TK.new_empty(2, size).unbind()
+    else:
+        index_R, token_R = row_TK.new_zeros(2, num_rows).unbind()
+    slots = {"L": num_slots, "SLOTS": 1 << (num_slots - 1).bit_length()}
+    with torch.cuda.device_of(slots_TK):
+        compiled(_count_kernel)[(blocks,)](
+            slots_TK, counts_BL, size, **slots, COLUMNS=min(32, slots["SLOTS"]), BLOCK=_BLOCK, num_warps=4
+        )
+        compiled(_scan_kernel)[(num_blocks(num_slots, _SCANNED_SLOTS),)](
+            counts_BL, count_L, blocks, L=num_slots, ROWS=_SCANNED_BLOCKS, COLUMNS=_SCANNED_SLOTS, num_warps=4
+        )
+        end_L = count_L.cumsum(0)
+        compiled(_place_kernel)[(blocks,)](
+            *(slots_TK, counts_BL, count_L, end_L, row_TK, index_R, token_R),
+            *(size, len(index_R)),
+            L=num_slots,
+            K=top_k,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+    return index_R, token_R, row_TK, count_L
+
+
+def _results(slots_TK: Tensor, num_slots: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tensors like the results of ``_sort_choices``."""
+    rows = slots_TK.shape[0] * slots_TK.shape[1] if num_rows == EVERY else num_rows
+    index_R, token_R = (slots_TK.new_empty(rows, dtype=torch.int64) for _ in range(2))
+    row_TK = torch.empty_like(slots_TK, dtype=torch.int64)
+    return index_R, token_R, row_TK, slots_TK.new_empty(num_slots, dtype=torch.int64)
+
+
+def _count_kernel(
+    slots,
+    counts,
+    size,
+    L: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each program counts the slots of a block of choices."""
+    block = tl.program_id(0).to(tl.int64)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + place, mask=place < size, other=-1)
+    for first in tl.static_range(0, SLOTS, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        count = tl.sum((slot[:, None] == column[None, :]).to(tl.int32), axis=0)
+        tl.store(counts + block * L + column, count, mask=column < L)
+
+
+def _scan_kernel(
+    counts,
+    totals,
+    blocks,
+    L: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Each program replaces the counts of some slots by their sums over the blocks before."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    before = tl.zeros((COLUMNS,), dtype=tl.int32)
+    for first in range(0, blocks, ROWS):
+        block = first + tl.arange(0, ROWS)
+        inside = (block < blocks)[:, None] & (column < L)[None, :]
+        place = counts + block.to(tl.int64)[:, None] * L + column[None, :]
+        count = tl.load(place, mask=inside, other=0)
+        tl.store(place, before[None, :] + tl.cumsum(count, axis=0) - count, mask=inside)
+        before += tl.sum(count, axis=0)
+    tl.store(totals + column, before.to(tl.int64), mask=column < L)
+
+
+def _place_kernel(
+    slots,
+    counts,
+    totals,
+    ends,
+    row_of,
+    index,
+    token,
+    size,
+    rows,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each program finds the rows of a block of choices."""
+    block = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, BLOCK)
+    place = block * BLOCK + number
+    in_table = place < size
+    slot = tl.load(slots + place, mask=in_table, other=-1)
+    present = (slot >= 0) & (slot < L)
+    is_earlier = (slot[:, None] == slot[None, :]) & (number[None, :] < number[:, None])
+    row = tl.sum(is_earlier.to(tl.int64), axis=1)
+    row += tl.load(counts + block * L + slot, mask=present, other=0)
+    row += tl.load(ends + slot, mask=present, other=0) - tl.load(totals + slot, mask=present, other=0)
+    has_row = present & (row < rows)
+    tl.store(row_of + place, tl.where(has_row, row, -1), mask=in_table)
+    tl.store(index + row, place, mask=has_row)
+    tl.store(token + row, place // K, mask=has_row)
+
+
+register(
+    "sort_choices(Tensor slots_TK, int num_slots, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor)",
+    _sort_choices,
+    _results,
+)
+_ops: Any = torch.ops.experts
