@@ -65,6 +65,8 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.compiler.is_compiling():  # a compiler refuses a second pass itself
+            _refuse_second_pass(ctx)
         x_TD, hidden, *rows_and_matrices = ctx.saved_tensors
         rows, matrices = _divided(rows_and_matrices)
         trains_experts = any(ctx.needs_input_grad[-len(matrices) :])
@@ -72,6 +74,15 @@ class _Experts(torch.autograd.Function):
         d_x_TD, d_weights_R, d_matrices = _ops.compute_backward(grads[0], *passed)
         d_rows = (d_weights_R, None, None)
         return d_x_TD, None, *d_rows, *(d_matrices if trains_experts else [None] * len(matrices))
+
+
+def _refuse_second_pass(ctx: Any) -> None:
+    if getattr(ctx, "is_used", False):
+        raise RuntimeError(
+            "a second backward pass through the same experts: the first one wrote gradients over their "
+            "hidden rows; compute the forward pass again, or set --expert-kernel loop"
+        )
+    ctx.is_used = True
 
 
 def _divided(rows_and_matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -144,41 +155,58 @@ def _compute_backward(
     matrices: Sequence[Tensor],
     trains_experts: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of tokens and weights, and those of the matrices if they are trained."""
+    """Return the gradients of tokens and weights, and those of the matrices if they are trained.
+
+    The hidden rows are overwritten. The operator does not declare it: a compiler would copy them first. None
+    but the forward pass of the same function has them."""
     weights_R, counts_L, row_TK = _Rows(*rows)
     weights_R = weights_R.contiguous()
     num_rows = len(weights_R)
     classes = _classes(matrices, counts_L, num_rows)
-    inner_widths = [each.down_EHD.shape[1] for each in classes]
-    hidden_widths = [each.up_EDH.shape[2] for each in classes]
-    activated_tables = _new_tables(x_TD, num_rows, inner_widths)
-    d_hidden_tables = _new_tables(x_TD, num_rows, hidden_widths)
-    grad_tables = _new_tables(x_TD, num_rows, inner_widths)
-    hidden_tables = _tables(hidden, num_rows, hidden_widths)
+    inner_tables = _new_tables(x_TD, num_rows, [each.down_EHD.shape[1] for each in classes])
+    # The gradients take the place of the hidden rows, and the activated rows that of their gradients: the
+    # kernel reads each element before it writes it, and nobody needs the old ones again.
+    hidden_tables = _tables(hidden, num_rows, [each.up_EDH.shape[2] for each in classes])
     grad_RD = fused.copy_rows(grad_TD, row_TK, num_rows)
-    d_rows_RD = torch.empty_like(grad_RD)
     d_weights_R = torch.zeros_like(weights_R)  # rows that are left out have weights of other hosts' experts
     for number, each in enumerate(classes):
-        d_hidden_RH = d_hidden_tables[number]
-        row_product(grad_RD, each.down_EHD.transpose(1, 2), each.tiles, None, grad_tables[number])
-        gradients = SwigluGradients(d_hidden_RH, d_weights_R, activated_tables[number])
-        fused.write_swiglu_gradients(
-            grad_tables[number], hidden_tables[number], weights_R, gradients, each.span
-        )
+        tables = (inner_tables[number], hidden_tables[number])
+        _write_hidden_gradients(grad_RD, each, *tables, weights_R, d_weights_R)
+        del tables
+    d_downs: list[Tensor] = []
+    if trains_experts:
+        d_downs = _weight_gradients(inner_tables, [grad_RD] * len(classes), classes)
+    inner_tables.clear()  # each table is freed before the next is allocated
+    d_rows_RD = grad_RD  # its last reader was the gradient of the second matrix
+    for each, d_hidden_RH in zip(classes, hidden_tables, strict=True):
         row_product(d_hidden_RH, each.up_EDH.transpose(1, 2), each.tiles, None, d_rows_RD)
     d_x_TD = fused.add_rows(d_rows_RD, row_TK)
     if not trains_experts:
         return d_x_TD, d_weights_R, []
-    del grad_tables, d_rows_RD  # the rows of the tokens take their memory
+    del grad_RD, d_rows_RD
     rows_RD = fused.copy_rows(x_TD, row_TK, num_rows)
-    d_matrices: list[Tensor] = []
-    for each, activated_RH, d_hidden_RH in zip(classes, activated_tables, d_hidden_tables, strict=True):
-        product = _first_rows_product if each is classes[0] else weight_gradient
-        d_matrices += [
-            product(rows_RD, d_hidden_RH, each.tiles),
-            product(activated_RH, grad_RD, each.tiles),
-        ]
-    return d_x_TD, d_weights_R, d_matrices
+    d_ups = _weight_gradients([rows_RD] * len(classes), hidden_tables, classes)
+    return d_x_TD, d_weights_R, [each for pair in zip(d_ups, d_downs, strict=True) for each in pair]
+
+
+def _write_hidden_gradients(
+    grad_RD: Tensor, each: _Class, inner_RH: Tensor, hidden_RH: Tensor, weights_R: Tensor, d_weights_R: Tensor
+) -> None:
+    """Replace the hidden rows of a class by their gradients, and write its activated rows."""
+    row_product(grad_RD, each.down_EHD.transpose(1, 2), each.tiles, None, inner_RH)
+    gradients = SwigluGradients(hidden_RH, d_weights_R, inner_RH)
+    fused.write_swiglu_gradients(inner_RH, hidden_RH, weights_R, gradients, each.span)
+
+
+def _weight_gradients(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], classes: Sequence[_Class]
+) -> list[Tensor]:
+    """Return the gradient of one matrix of each class."""
+    products = [_first_rows_product, *[weight_gradient] * (len(classes) - 1)]
+    return [
+        product(left_RK, right_RN, each.tiles)
+        for product, left_RK, right_RN, each in zip(products, lefts, rights, classes, strict=True)
+    ]
 
 
 def _first_rows_product(left_RK: Tensor, right_RN: Tensor, tiles: RowTiles) -> Tensor:

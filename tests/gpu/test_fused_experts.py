@@ -186,6 +186,16 @@ def test_frozen_experts_get_no_gradient_and_tokens_do() -> None:
         torch.testing.assert_close(result, wanted, rtol=2e-2, atol=2e-2)
 
 
+def test_a_second_backward_pass_is_refused() -> None:
+    bank = ExpertBank(64, [128] * 4).to(DEVICE, torch.bfloat16)
+    x_TD = draw(50, 64, seed=2).bfloat16().requires_grad_()
+    trip = make_trip(choose(50, 4, 2, "even"), draw(50, 2, seed=4), 4, 0.0)
+    y_TD = bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map)
+    y_TD.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass through the same experts"):
+        y_TD.sum().backward()
+
+
 def test_wrong_counts_are_bounded() -> None:
     tiles = RowTiles.of(torch.tensor([300, 2**40, 0], device=DEVICE), 200)
     assert tiles.ends_E.tolist() == [200, 200, 200]
