@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
-from experts.kernels import fused_experts
+from experts.kernels import fp8_experts, fused_experts
 from experts.kernels.adapters import Adapters, adapted_matrix
 from experts.kernels.autocast import without_autocast
 from experts.kernels.choice import choose_kernel
 from experts.kernels.compiling import uncompiled
+from experts.kernels.fp8_experts import experts_fp8
 from experts.kernels.fused_experts import experts_fused
 from experts.kernels.general import Activation, experts_general
 from experts.kernels.grouped import experts_grouped, size_multiple
 from experts.kernels.loop import activate, experts_loop, row_counts
+from experts.kernels.row_products import SIZE_MULTIPLE
 from experts.tokens.dispatch import copy_rows, sum_rows
 from experts.types import Kernel, Kind, RowMap
 from experts.weight_copy import WeightCopy
@@ -121,7 +123,8 @@ class ExpertBank(nn.Module):
     A slot is an expert's place in stacked order. ``slot_E`` maps rows to slots, -1 for experts of
     other hosts. ``ids`` are the permanent ids of all experts of the layer, by row: names of saved
     tensors and initial weights depend on them. ``form`` tells what an expert computes. ``owned`` are
-    the experts that this host counts and saves: all that it holds, but for copies of another host's."""
+    the experts that this host counts and saves: all that it holds, but for copies of another host's.
+    With ``fp8`` the products of tokens in bf16 have operands in fp8; it needs ``fp8_obstacle`` to be None."""
 
     slot_E: Tensor
 
@@ -139,6 +142,7 @@ class ExpertBank(nn.Module):
         self.ids = tuple(range(len(sizes))) if ids is None else tuple(ids)
         self.form = form if isinstance(form, ExpertForm) else ExpertForm(form)
         self.kernel: Kernel = "auto"
+        self.fp8 = False
         self.recomputes = False
         self.held = tuple(range(len(sizes))) if held is None else tuple(sorted(held))
         self.owned = self.held
@@ -190,6 +194,7 @@ class ExpertBank(nn.Module):
         with without_memory():
             bank = ExpertBank(self.width, self.sizes, self.form, held, self.ids)
         bank.kernel = self.kernel
+        bank.fp8 = self.fp8
         bank.recomputes = self.recomputes
         bank.slot_E = bank.slot_E.to(self.slot_E.device)
         for group, role, _ in list(bank.stacks()):
@@ -253,7 +258,9 @@ class ExpertBank(nn.Module):
             if self.fuses(x, len(row_map.token_R)):
                 weights = [self._class_weights(group, x.dtype) for group in self.classes]
                 matrices = [(each["up"], each["down"]) for each in weights]
-                return experts_fused(x, matrices, counts_L, weights_R, row_map)
+                compute = experts_fp8 if self.fp8 else experts_fused
+                return compute(x, matrices, counts_L, weights_R, row_map)
+            self._check_unfused(x, len(row_map.token_R))
             rows_RD = copy_rows(x, row_map)
             return sum_rows(self._compute_rows(rows_RD, counts_L, weights_R), row_map)
 
@@ -270,12 +277,36 @@ class ExpertBank(nn.Module):
         dtype = computing_dtype(x_TD)
         if isinstance(x_TD, FakeTensor) or not num_rows or not self._can_fuse(x_TD.device, dtype):
             return False
-        return self._unused_bytes(num_rows, dtype.itemsize) <= _MAX_UNUSED_BYTES
+        # There is no other way in fp8.
+        return self.fp8 or self._unused_bytes(num_rows, dtype.itemsize) <= _MAX_UNUSED_BYTES
+
+    def fp8_obstacle(self) -> str | None:
+        """Return why these experts cannot compute in fp8 on any device; None if they can."""
+        if self.kind != "swiglu" or not self.form.is_plain:
+            parts = [self.kind, *(["with biases"] if self.form.bias else [])]
+            parts += ["with an activation of its own"] if self.form.activation is not None else []
+            parts += ["with adapters"] if self.form.adapters is not None else []
+            return f"experts of the form {' '.join(parts)}; plain swiglu was needed"
+        sizes = sorted({self.width, *self.sizes})
+        if any(size % SIZE_MULTIPLE for size in sizes):
+            found = ", ".join(map(str, sorted(set(self.sizes))))
+            return f"experts of {self.width} × {found}; multiples of {SIZE_MULTIPLE} were needed"
+        return None
+
+    def _check_unfused(self, x_TD: Tensor, num_rows: int) -> None:
+        """Raise ValueError where experts that are to compute in fp8 would compute in another type."""
+        if self.fp8 and num_rows and not isinstance(x_TD, FakeTensor):
+            raise ValueError(
+                f"experts of {self.width} × {sorted(set(self.sizes))} in {x_TD.dtype} on {x_TD.device.type} "
+                f"with the {self.kernel} kernel cannot compute in fp8: it needs plain swiglu experts, tokens "
+                f"in bf16, sizes in multiples of {SIZE_MULTIPLE}, and a GPU of compute capability 9 or 10"
+            )
 
     def _can_fuse(self, device: torch.device, dtype: torch.dtype) -> bool:
         if self.kind != "swiglu" or not self.form.is_plain or self._kernels(device, dtype) != {"grouped"}:
             return False
-        return fused_experts.works(device, dtype, self.width, [group.hidden for group in self.classes])
+        works = fp8_experts.works if self.fp8 else fused_experts.works
+        return works(device, dtype, self.width, [group.hidden for group in self.classes])
 
     def _kernels(self, device: torch.device, dtype: torch.dtype) -> set[Kernel]:
         """Return the kernels of all size classes."""

@@ -131,7 +131,7 @@ def launch(
     shape: Tile,
     grid: tuple[int, int],
     *arguments: Any,
-    **constants: int,
+    **constants: float,
 ) -> None:
     """Launch a kernel on the device of its first argument; an empty grid is no launch."""
     if not (grid[0] and grid[1]):

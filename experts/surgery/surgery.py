@@ -184,6 +184,7 @@ def _build_bank(
     with without_memory():
         bank = ExpertBank(before.width, structure.sizes, before.form, structure.held(rank), structure.ids)
     bank.kernel = before.kernel
+    bank.fp8 = before.fp8
     bank.recomputes = before.recomputes
     bank.slot_E = bank.slot_E.to(before.slot_E.device)
     bank.train(before.training)
@@ -211,6 +212,7 @@ def restructure(layers: Sequence[RoutedExperts], structures: Sequence[LayerStruc
         before = layer.bank
         layer.bank = ExpertBank(before.width, structure.sizes, before.form, None, structure.ids)
         layer.bank.kernel = before.kernel
+        layer.bank.fp8 = before.fp8
         layer.bank.recomputes = before.recomputes
         _keep_types(before, layer.bank)
         if isinstance(layer, MoELayer):

@@ -1,0 +1,162 @@
+"""SwiGLU experts of any sizes from tokens to tokens, with products in fp8.
+
+It is ``fused_experts`` but for the operands of four of its six products: outputs and gradients of rows are
+computed in fp8, with a scale for each row and each column. Gradients of weights, which sum over rows of
+different scales, stay in bf16, and so do all tensors that are kept or returned.
+
+Weights are quantised in each pass. They change once per optimizer step only: micro-batches repeat it. See
+``experts.types`` for the letters of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experts.kernels import fp8, fused, fused_experts
+from experts.kernels.fp8 import Quantised, quantise, quantise_transposed, row_product
+from experts.kernels.fused import SwigluGradients
+from experts.kernels.row_products import weight_gradient
+from experts.types import RowMap
+
+
+def works(device: torch.device, dtype: torch.dtype, width: int, sizes: Sequence[int]) -> bool:
+    """Whether the function supports this device, type and these sizes."""
+    return dtype == torch.bfloat16 and fused_experts.works(device, dtype, width, sizes)
+
+
+def experts_fp8(
+    x_TD: Tensor,
+    matrices: Sequence[tuple[Tensor, Tensor]],
+    counts_L: Tensor,
+    weights_R: Tensor,
+    row_map: RowMap,
+) -> Tensor:
+    """Return the sum of each token's rows, as ``experts_fused`` does with products in bf16.
+
+    Tokens and matrices are bf16. There must be a row."""
+    flat = [matrix for pair in matrices for matrix in pair]
+    rows = fused_experts._Rows(weights_R, counts_L, row_map.row_TK)
+    result: Any = _Experts.apply(x_TD, row_map.token_R, *rows, *flat)
+    return result
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, *rows_and_matrices: Tensor) -> Tensor:
+        rows, matrices = fused_experts._divided(rows_and_matrices)
+        y_TD, hidden = _ops.compute_fp8(x_TD, token_R, rows, matrices)
+        ctx.save_for_backward(x_TD, token_R, hidden, *rows_and_matrices)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, token_R, hidden, *rows_and_matrices = ctx.saved_tensors
+        rows, matrices = fused_experts._divided(rows_and_matrices)
+        trains_experts = any(ctx.needs_input_grad[-len(matrices) :])
+        passed = (x_TD, token_R, hidden, rows, matrices, trains_experts)
+        d_x_TD, d_weights_R, d_matrices = _ops.compute_fp8_backward(grads[0], *passed)
+        d_rows = (d_weights_R, None, None)
+        return d_x_TD, None, *d_rows, *(d_matrices if trains_experts else [None] * len(matrices))
+
+
+def _new_tables(like: Tensor, num_rows: int, widths: Sequence[int]) -> list[Quantised]:
+    """Return a table of quantised rows for each class, all in one buffer and with the same scales."""
+    buffer = like.new_empty(num_rows * max(widths), dtype=fp8.DTYPE)
+    scales_R = like.new_empty(num_rows, dtype=torch.float32)
+    return [Quantised(table, scales_R) for table in fused_experts._tables(buffer, num_rows, widths)]
+
+
+def _compute(
+    x_TD: Tensor, token_R: Tensor, rows: Sequence[Tensor], matrices: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of the tokens' rows, and the hidden rows before their activation."""
+    weights_R, counts_L, row_TK = fused_experts._Rows(*rows)
+    num_rows = len(token_R)
+    weights_R = weights_R.contiguous()
+    classes = fused_experts._classes(matrices, counts_L, num_rows)
+    hidden = x_TD.new_empty(num_rows * fused_experts._widest(matrices))
+    hidden_tables = fused_experts._tables(hidden, num_rows, [each.up_EDH.shape[2] for each in classes])
+    activated_tables = _new_tables(x_TD, num_rows, [each.down_EHD.shape[1] for each in classes])
+    output_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
+    tokens = quantise(x_TD)
+    for each, hidden_RH, activated in zip(classes, hidden_tables, activated_tables, strict=True):
+        row_product(tokens, quantise_transposed(each.up_EDH), each.tiles, hidden_RH, token_R)
+        fp8.write_swiglu(hidden_RH, weights_R, activated, each.span)
+        row_product(activated, quantise_transposed(each.down_EHD), each.tiles, output_RD)
+    return fused.add_rows(output_RD, row_TK), hidden
+
+
+def _compute_backward(
+    grad_TD: Tensor,
+    x_TD: Tensor,
+    token_R: Tensor,
+    hidden: Tensor,
+    rows: Sequence[Tensor],
+    matrices: Sequence[Tensor],
+    trains_experts: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return the gradients of tokens and weights, and those of the matrices if they are trained."""
+    weights_R, counts_L, row_TK = fused_experts._Rows(*rows)
+    weights_R = weights_R.contiguous()
+    num_rows = len(weights_R)
+    classes = fused_experts._classes(matrices, counts_L, num_rows)
+    inner_widths = [each.down_EHD.shape[1] for each in classes]
+    hidden_widths = [each.up_EDH.shape[2] for each in classes]
+    activated_tables = fused_experts._new_tables(x_TD, num_rows, inner_widths)
+    d_hidden_tables = fused_experts._new_tables(x_TD, num_rows, hidden_widths)
+    grad_tables = fused_experts._new_tables(x_TD, num_rows, inner_widths)
+    quantised_tables = _new_tables(x_TD, num_rows, hidden_widths)
+    hidden_tables = fused_experts._tables(hidden, num_rows, hidden_widths)
+    d_rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
+    d_weights_R = torch.zeros_like(weights_R)  # rows that are left out have weights of other hosts' experts
+    tokens_grad = quantise(grad_TD)
+    for number, each in enumerate(classes):
+        d_hidden_RH = d_hidden_tables[number]
+        quantised = quantised_tables[number]
+        # Both matrices are contracted along their rows in memory, so that nothing is transposed.
+        row_product(tokens_grad, quantise(each.down_EHD), each.tiles, grad_tables[number], token_R)
+        gradients = SwigluGradients(d_hidden_RH, d_weights_R, activated_tables[number])
+        fused.write_swiglu_gradients(
+            grad_tables[number], hidden_tables[number], weights_R, gradients, each.span
+        )
+        fp8.write_quantised(d_hidden_RH, quantised, each.span)
+        row_product(quantised, quantise(each.up_EDH), each.tiles, d_rows_RD)
+    d_x_TD = fused.add_rows(d_rows_RD, row_TK)
+    if not trains_experts:
+        return d_x_TD, d_weights_R, []
+    del grad_tables, quantised_tables, d_rows_RD  # the rows of the tokens take their memory
+    rows_RD = fused.copy_rows(x_TD, row_TK, num_rows)
+    grad_RD = fused.copy_rows(grad_TD, row_TK, num_rows)
+    d_matrices: list[Tensor] = []
+    for each, activated_RH, d_hidden_RH in zip(classes, activated_tables, d_hidden_tables, strict=True):
+        product = fused_experts._first_rows_product if each is classes[0] else weight_gradient
+        d_matrices += [
+            product(rows_RD, d_hidden_RH, each.tiles),
+            product(activated_RH, grad_RD, each.tiles),
+        ]
+    return d_x_TD, d_weights_R, d_matrices
+
+
+def _gradients(
+    grad_TD: Tensor, x_TD: Tensor, token_R: Tensor, hidden: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return tensors like the results of ``_compute_backward``."""
+    del token_R
+    return fused_experts._gradients(grad_TD, x_TD, hidden, *rest)
+
+
+fused.register(
+    "compute_fp8(Tensor x_TD, Tensor token_R, Tensor[] rows, Tensor[] matrices) -> (Tensor, Tensor)",
+    _compute,
+    fused_experts._results,
+)
+fused.register(
+    "compute_fp8_backward(Tensor grad_TD, Tensor x_TD, Tensor token_R, Tensor hidden, Tensor[] rows, "
+    "Tensor[] matrices, bool trains_experts) -> (Tensor, Tensor, Tensor[])",
+    _compute_backward,
+    _gradients,
+)
+_ops: Any = torch.ops.experts
