@@ -32,7 +32,7 @@ class BenchOptions:
     iterations: int = 20
     """Steps to measure."""
     precisions: bool = False
-    """Compare fp32, tf32, bf16 and fp16: speed, memory and loss."""
+    """Compare fp32, tf32, bf16 and fp16, with --precision fp8 that too: speed, memory and loss."""
     calibrate: bool = False
     """Measure the machine itself instead, for predictions of the step time (plan); takes less
     than a minute."""

@@ -19,7 +19,7 @@ from orchestrator.plan.cost.scaling import ClusterSpec, machine_of
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import planned_facts
-from orchestrator.types import PrecisionName, seconds_text, speed_text
+from orchestrator.types import BF16_PRECISIONS, PrecisionName, seconds_text, speed_text
 
 if TYPE_CHECKING:
     from orchestrator.plan.cost.ops import MicroBatchOps
@@ -68,8 +68,10 @@ def predict_plan(
         plan.sharding.value,
     )
     prediction = predict(ops, machine, parallelism)
-    compiled = "; compiled, it may be faster" if plan.compile.value else ""
-    line = f"step time: {_prediction_text(prediction)} (predicted from {source}{compiled})"
+    notes = "; compiled, it may be faster" if plan.compile.value else ""
+    if plan.precision.value == "fp8":
+        notes += "; products in fp8 are predicted as in bf16, and faster"
+    line = f"step time: {_prediction_text(prediction)} (predicted from {source}{notes})"
     return line, prediction.to_json() | {"source": source}
 
 
@@ -81,7 +83,7 @@ def _trace_plan(prepared: PreparedRun) -> MicroBatchOps:
     # Experts of one size are computed in one operation on the CPU, and where the GPU has a kernel
     # for it.
     capabilities = [gpu.capability for gpu in prepared.inventory.gpus]
-    grouped = not on_gpu or (precision == "bf16" and min(capabilities) >= (9, 0))
+    grouped = not on_gpu or (precision in BF16_PRECISIONS and min(capabilities) >= (9, 0))
     facts = planned_facts(prepared.resolved.config, prepared.facts, plan)
     recompute = plan.activation_checkpointing.value
     tracer = make_tracer(prepared.task, facts, on_gpu, precision, grouped, recompute)

@@ -35,7 +35,7 @@ from orchestrator.plan.cost.scaling import (
     scaling_rows,
 )
 from orchestrator.plan.estimate import ModelFacts
-from orchestrator.types import PrecisionName, bytes_text, seconds_text, speed_text
+from orchestrator.types import BF16_PRECISIONS, PrecisionName, bytes_text, seconds_text, speed_text
 
 if TYPE_CHECKING:
     from orchestrator.tasks.task import Task
@@ -165,7 +165,7 @@ def _cluster_job(
 
     gpu = known_gpu(spec.gpu)
     precision = _precision(config, gpu.capability)
-    grouped = precision == "bf16" and gpu.capability >= (9, 0)
+    grouped = precision in BF16_PRECISIONS and gpu.capability >= (9, 0)
     facts = with_memory_settings(config, facts)
     alone = with_weight_copies(config, facts, 1, _DEVICE, precision)
     tracer = make_tracer(task, alone, True, precision, grouped, recompute)

@@ -26,6 +26,7 @@ _PRECISION = _yes_no("auto", "fp32") | {
     "float32": "fp32", "32": "fp32", "32-true": "fp32", "torch.float32": "fp32",
     "16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16",
     "bf16-mixed": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
+    "transformer-engine": "fp8",
 }  # fmt: skip
 _DEVICE = {"cuda": "single_gpu", "cuda:0": "single_gpu", "gpu": "single_gpu"}
 _ACCELERATOR = {"cuda": "auto", "gpu": "auto"}
@@ -150,6 +151,7 @@ ALIASES: Mapping[str, Alias] = {
     ),
     "fp16": Alias("precision", _yes_no("fp16", "fp32")),
     "bf16": Alias("precision", _yes_no("bf16", "fp32")),
+    "fp8": Alias("precision", _yes_no("fp8", "bf16") | {"e4m3": "fp8", "hybrid": "fp8"}),
     # batch
     "auto_batch_size": Alias("batch_size", _yes_no("auto", LEAVE_OUT)),
     "train_batch_size": Alias(

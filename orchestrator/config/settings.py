@@ -36,7 +36,7 @@ from orchestrator.config.parallel import ParallelSettings
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 GpuMode = Literal["auto", "cpu", "single_gpu", "multi_gpu"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 CompileParts = Literal["all", "experts", "gate"]
@@ -109,7 +109,8 @@ class DeviceSettings:
     """auto takes every GPU, or the CPU if there is none; cpu, single_gpu and multi_gpu (two or
     more) force it."""
     precision: Precision = "auto"
-    """Precision of the forward and backward pass; fp16 scales the loss. Weights stay fp32."""
+    """Precision of the forward and backward pass; fp16 scales the loss. fp8, for GPUs of compute capability
+    9 and 10: bf16, but for the products of experts' rows. Weights stay fp32."""
     tf32: Switch = "auto"
     """tf32 for fp32 matrix products on GPUs that have it."""
     compile: Switch = "auto"

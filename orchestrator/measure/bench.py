@@ -70,6 +70,8 @@ def measure_precisions(config: Config, plan: Plan, task: Task, iterations: int) 
     variants: list[tuple[PrecisionName, bool]] = [("fp32", False), ("bf16", False), ("fp16", False)]
     if plan.device.value != "cpu":
         variants.insert(1, ("fp32", True))
+    if plan.precision.value == "fp8":  # the plan knows that this model and device can
+        variants.append(("fp8", False))
     results = []
     for precision, tf32 in variants:
         variant = replace(plan, precision=Choice(precision, "bench"), tf32=Choice(tf32, "bench"))

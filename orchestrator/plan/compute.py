@@ -7,18 +7,20 @@ from dataclasses import replace
 
 from orchestrator.config.optim import OptimSettings
 from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
 from orchestrator.plan.device import gpu_of
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.reasons import NO_AUTO, set_switch
-from orchestrator.types import NOT_USED, Choice, PrecisionName, Rejected, seconds_text
+from orchestrator.types import BF16_PRECISIONS, NOT_USED, Choice, PrecisionName, Rejected, seconds_text
 
 # Compute capabilities from which on a GPU has the feature.
 _TF32_CAPABILITY = (8, 0)
 _BF16_CAPABILITY = (8, 0)
 _COMPILE_CAPABILITY = (7, 0)
 _HOPPER_CAPABILITY = (9, 0)
+_FP8_MAJORS = (9, 10)  # later ones have too little shared memory for the tiles of our kernel
 
 # FLOP/s that a good step reaches, from compute capability 9.0 on and below.
 _HOPPER_FLOPS_PER_S = 3e14
@@ -31,8 +33,11 @@ _BYTE_MOMENT = (1 + 4 / 256) / 4  # of an fp32 number: a byte, and a part of the
 
 def choose_precision(config: Config, inventory: Inventory, device: str) -> Choice[PrecisionName]:
     """Choose bf16 from compute capability 8.0 on, fp16 with loss scaling below it, and fp32 on a
-    CPU."""
+    CPU. fp8 is chosen by the user alone: it changes results by more than rounding of bf16."""
     setting = config.device.precision
+    if setting == "fp8":
+        _check_fp8_device(inventory, device)
+        return Choice("fp8", "set by --precision fp8: products of experts' rows; all else computes in bf16")
     if setting != "auto":
         emulated = device == "cpu" and (setting == "fp16" or (setting == "bf16" and not inventory.cpu_bf16))
         slow = "; this CPU has no units for it and is many times slower than in fp32" if emulated else ""
@@ -47,6 +52,32 @@ def choose_precision(config: Config, inventory: Inventory, device: str) -> Choic
     if capability >= _BF16_CAPABILITY:
         return Choice("bf16", f"{version} has bf16 units", (Rejected("fp16", "needs a loss scale"), fp32))
     return Choice("fp16", f"{version} has fp16 units, but no bf16 units", (fp32,))
+
+
+def _check_fp8_device(inventory: Inventory, device: str) -> None:
+    """Raise UserError where the device has no units, or too little memory, for products in fp8."""
+    found = "the device is the CPU"
+    if device != "cpu":
+        gpu = gpu_of(inventory, device)
+        if gpu.capability[0] in _FP8_MAJORS:
+            return
+        found = f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+    raise UserError(
+        f"--precision fp8 needs GPUs of compute capability 9 or 10 (H100, H200, B200), and {found}; "
+        "use --precision bf16"
+    )
+
+
+def check_fp8_model(facts: ModelFacts) -> None:
+    """Raise UserError for a model whose experts' products cannot be computed in fp8."""
+    if not facts.experts:
+        raise UserError(
+            "--precision fp8 computes the products of experts, and this model has none; use --precision bf16"
+        )
+    if facts.fp8_obstacle:
+        raise UserError(
+            f"--precision fp8 cannot compute these experts: {facts.fp8_obstacle}; use --precision bf16"
+        )
 
 
 def _cpu_precision(inventory: Inventory) -> Choice[PrecisionName]:
@@ -150,7 +181,7 @@ def with_weight_copies(
 ) -> ModelFacts:
     """Return the facts with the copies in bf16 that AdamW keeps of large experts, in one process on a GPU."""
     writes_copies = config.optim.optimizer == "adamw" and choose_fused_optimizer(config, facts).value
-    keeps_copies = workers == 1 and device != "cpu" and precision == "bf16" and writes_copies
+    keeps_copies = workers == 1 and device != "cpu" and precision in BF16_PRECISIONS and writes_copies
     return replace(facts, copied_experts=facts.large_experts if keeps_copies else 0)
 
 

@@ -102,6 +102,8 @@ class ModelFacts:
     """The batch size of the user's DataLoader, if the data is one."""
     loader_processes: int | None = None
     """The processes of the user's DataLoader, if the data is one."""
+    fp8_obstacle: str = ""
+    """Why the experts cannot compute in fp8; empty if they can."""
     has_data_tasks: bool = False
     """Whether tasks of the cluster compute the data while it is read."""
 

@@ -12,7 +12,15 @@ from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memor
 from orchestrator.plan.evolution import choose_replicas
 from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.plan.workers import choose_dense_sharding, one_sample_memory
-from orchestrator.types import NOT_USED, Choice, Rejected, StrategyName, bytes_text, count_text
+from orchestrator.types import (
+    BF16_PRECISIONS,
+    NOT_USED,
+    Choice,
+    Rejected,
+    StrategyName,
+    bytes_text,
+    count_text,
+)
 
 _GROUPED_CAPABILITY = (9, 0)  # from which on torch fuses grouped products
 _CHUNKS_FROM_TOKENS = 4096  # of a host and micro-batch; half of fewer tokens would not fill a GPU
@@ -223,9 +231,11 @@ def choose_kernel(
     """Choose the kernel of the experts, under every strategy. ``capability`` is the GPU's; None on
     a CPU."""
     kernel = config.device.expert_kernel
-    fused = capability is not None and capability >= _GROUPED_CAPABILITY and precision == "bf16"
+    fused = capability is not None and capability >= _GROUPED_CAPABILITY and precision in BF16_PRECISIONS
     if not facts.experts:
         return Choice("loop", f"{NOT_USED}the model has no experts")
+    if precision == "fp8":
+        return _fp8_kernel(kernel)
     if kernel != "auto":
         slow = "; it is not fused here: torch runs a loop" if kernel == "grouped" and not fused else ""
         return Choice(kernel, f"set by --expert-kernel {kernel}{slow}")
@@ -247,3 +257,14 @@ def choose_kernel(
         )
     reason = f"grouped products are fused from compute capability 9.0 on in bf16; this is {device}"
     return Choice("loop", reason)
+
+
+def _fp8_kernel(kernel: str) -> Choice[str]:
+    """Return the kernel of experts in fp8, or refuse the other one."""
+    if kernel == "loop":
+        raise UserError(
+            "--expert-kernel loop computes in bf16, and --precision fp8 needs the grouped kernel; leave one "
+            "of them out"
+        )
+    loop = Rejected("loop", "computes in bf16")
+    return Choice("grouped", "only our kernel of all experts at once computes in fp8", (loop,))

@@ -12,6 +12,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.batching import plan_batches
 from orchestrator.plan.compute import (
+    check_fp8_model,
     choose_compile,
     choose_cudnn_benchmark,
     choose_fused_optimizer,
@@ -180,6 +181,8 @@ def _complete_plan(
     device = setup.device.value
     count = setup.workers.value
     precision = choose_precision(config, inventory, device)
+    if precision.value == "fp8":
+        check_fp8_model(growth.largest)
     facts = with_weight_copies(config, growth.largest, count, device, precision.value)
     strategy = setup.strategy.value
     model_sharding = setup.model_sharding

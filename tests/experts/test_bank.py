@@ -19,6 +19,7 @@ from experts.bank import (
     size_classes,
     without_memory,
 )
+from experts.tokens.dispatch import sort_by_slot
 from experts.types import Kind
 from experts.weight_copy import WeightCopy
 from tests.support.oracle import expert_oracle
@@ -210,3 +211,15 @@ def test_a_buffer_for_several_sizes_is_used_where_it_wastes_little() -> None:
     assert bank._unused_bytes(1000, 2) == 2 * (4096 - 1072) * 1000 * 2
     assert bank._unused_bytes(1000, 2) < _MAX_UNUSED_BYTES < bank._unused_bytes(10_000, 2)
     assert ExpertBank(64, (64, 64))._unused_bytes(10**6, 2) == 0
+
+
+def test_a_bank_in_fp8_refuses_to_compute_in_another_type() -> None:
+    bank = ExpertBank(64, (64, 64))
+    bank.fp8 = True
+    assert bank.part((0,)).fp8
+    x_TD = torch.randn(4, 64)
+    trip = sort_by_slot(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), 2, None)
+    with pytest.raises(ValueError, match=r"torch\.float32 on cpu .* cannot compute in fp8"):
+        bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map)
+    # Rows without a map are a measurement of the experts, not a pass.
+    assert bank(x_TD, trip.counts_L, trip.weights_R).isfinite().all()

@@ -245,7 +245,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "evaluate_ema": st.just(False),
     "clip_norm": st.floats(0, 1e6),
     "gpu_mode": st.sampled_from(["auto", "cpu", "single_gpu", "multi_gpu"]),
-    "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
+    "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16", "fp8"]),
     "tf32": _switches,
     "compile": st.sampled_from(["auto", "on", "off"]),
     "cuda_graph": _switches,

@@ -365,6 +365,7 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
         data=_data_hash(data) if isinstance(data, Gatherable) else "",
         loader_batch=loader.batch_size if loader is not None else None,
         loader_processes=loader.num_workers if loader is not None else None,
+        fp8_obstacle=next(filter(None, (layer.bank.fp8_obstacle() for layer in layers)), ""),
         has_data_tasks=isinstance(data, RayRows) and not data.is_materialized,
     )
 

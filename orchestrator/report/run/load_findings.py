@@ -67,7 +67,7 @@ def _memory_advice(record: RunRecord, may_recompute: bool) -> tuple[str, ...]:
 def _half_precision_advice(record: RunRecord) -> tuple[str, ...]:
     """Advise bf16 on a GPU that does not use it yet; on a CPU the plan says whether there are
     units for it."""
-    if not record.on_gpu or record.fact("precision") in ("bf16", "fp16"):
+    if not record.on_gpu or record.fact("precision") in ("bf16", "fp16", "fp8"):
         return ()
     return ("--precision bf16: half the bytes of activations, and faster matrix products",)
 

@@ -1,4 +1,6 @@
-"""The precision of a pass: fp32, or autocast to bf16 or fp16 over fp32 weights."""
+"""The precision of a pass: fp32, or autocast to bf16 or fp16 over fp32 weights.
+
+In fp8 autocast is to bf16: the experts quantise the operands of their products themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from orchestrator.types import PrecisionName
 _INITIAL_SCALE = 2.0**16
 _MIN_SCALE = 2.0**-14
 _GROWTH_INTERVAL = 2000  # steps with finite gradients before the scale doubles
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def autocast(kind: PrecisionName, device: torch.device) -> AbstractContextManager[Any]:

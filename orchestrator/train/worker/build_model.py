@@ -54,6 +54,7 @@ from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from orchestrator.train.strategies.fsdp import FSDPStrategy, shard_model
 from orchestrator.train.strategies.sharded_dense import ShardedDenseStrategy
+from orchestrator.types import BF16_PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def build_parts(
         layer.bank.kernel = config.device.expert_kernel
         if plan.expert_kernel.value == "loop":
             layer.bank.kernel = "loop"
+        layer.bank.fp8 = plan.precision.value == "fp8"
         # Blocks that are recomputed include their experts.
         layer.bank.recomputes = config.device.recompute_experts and not plan.activation_checkpointing.value
     if plan.activation_checkpointing.value:
@@ -299,7 +301,7 @@ def _weight_copies(
     In fp16 gradients would overflow; several workers sum theirs in the type of the weights. A worker that
     probes a batch size is alone in its ``world``, and has none either."""
     workers = max(world.size, plan.workers.value)
-    if workers > 1 or plan.precision.value != "bf16" or not isinstance(optimizer.inner, AdamW):
+    if workers > 1 or plan.precision.value not in BF16_PRECISIONS or not isinstance(optimizer.inner, AdamW):
         return None
     return WeightCopies(model, optimizer.inner, torch.bfloat16)
 
