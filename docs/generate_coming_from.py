@@ -141,6 +141,7 @@ load_balance_coeff 0.001
 moe_router_score_function sigmoid
 moe_grouped_gemm true
 num_shared_experts 2
+fp8_format e4m3
 enable_cpu_offload true""",
     ),
     Trainer(

@@ -151,7 +151,7 @@ ALIASES: Mapping[str, Alias] = {
     ),
     "fp16": Alias("precision", _yes_no("fp16", "fp32")),
     "bf16": Alias("precision", _yes_no("bf16", "fp32")),
-    "fp8": Alias("precision", _yes_no("fp8", "bf16") | {"e4m3": "fp8", "hybrid": "fp8"}),
+    **_each("fp8 fp8_format", Alias("precision", _yes_no("fp8", "bf16") | {"e4m3": "fp8", "hybrid": "fp8"})),
     # batch
     "auto_batch_size": Alias("batch_size", _yes_no("auto", LEAVE_OUT)),
     "train_batch_size": Alias(

@@ -15,7 +15,14 @@ from orchestrator.errors import UserError
     ("name", "value", "flag", "line"),
     [
         ("mixed_precision", None, "--precision auto", "precision: auto"),
-        ("mixed_precision", "fp8", "--precision auto|fp32|bf16|fp16", "precision: auto|fp32|bf16|fp16"),
+        ("mixed_precision", "fp8", "--precision fp8", "precision: fp8"),
+        (
+            "mixed_precision",
+            "fp4",
+            "--precision auto|fp32|bf16|fp16|fp8",
+            "precision: auto|fp32|bf16|fp16|fp8",
+        ),
+        ("fp8_format", "hybrid", "--precision fp8", "precision: fp8"),
         ("fp16", None, "--precision fp16", "precision: fp16"),
         ("fp16", "false", "--precision fp32", "precision: fp32"),
         ("torch_compile", "true", "--compile on", "compile: on"),

@@ -161,7 +161,7 @@ def test_every_number_refuses_other_values(config_file: Path, name: str, value: 
         ),
         (
             "device: {precision: off}",
-            "cfg.yaml:1: device.precision is false; 'auto' or 'fp32' or 'bf16' or 'fp16' was needed",
+            "cfg.yaml:1: device.precision is false; 'auto' or 'fp32' or 'bf16' or 'fp16' or 'fp8' was needed",
         ),
         (
             "moe: {expert_hidden_size: [8, x]}",

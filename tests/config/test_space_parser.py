@@ -38,7 +38,7 @@ def test_an_entry_becomes_a_domain(entry: str, name: str, domain: Values | Range
     ("entries", "message"),
     [
         (["batchsize=3"], "did you mean 'batch_size'"),
-        (["precision=fp64"], "precision is 'fp64'; 'auto' or 'fp32' or 'bf16' or 'fp16' was needed"),
+        (["precision=fp64"], "precision is 'fp64'; 'auto' or 'fp32' or 'bf16' or 'fp16' or 'fp8' was needed"),
         (["precision=a..b"], "precision is no number"),
         (["batch-size=9..3"], "the lower end goes first"),
         (["batch-size=1..x"], "'x' is no number"),
