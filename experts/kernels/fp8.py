@@ -31,6 +31,9 @@ DTYPE = torch.float8_e4m3fn
 _LIMITS = {"LARGEST": 448.0, "SMALLEST_AMAX": 1e-30}
 _TRANSPOSED = Tile(128, 64, 4)
 """A tile of a matrix. Its rows in bf16 and those of its transpose in fp8 are 128 bytes of adjacent memory."""
+_HELD_NUMBERS = 2**16
+"""Numbers of a matrix that one program holds in its registers."""
+_LEAST_COLUMNS = 16  # 32 bytes of adjacent memory in bf16
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,25 @@ def write_quantised(rows: Tensor, result: Quantised, span: Span | None = None) -
 def quantise_transposed(weights_EKN: Tensor) -> Quantised:
     """Quantise the transposes of matrices: it equals ``quantise(weights_EKN.transpose(1, 2))``.
 
-    The weights are read twice, once for the scales of their columns and once to be transposed."""
+    A program holds whole columns, so that the weights are read once. Where columns are too long, they are
+    read twice: for the scales, and to be transposed."""
     experts, inner, outer = weights_EKN.shape
     weights_EKN = weights_EKN.contiguous()
     result = Quantised.empty((experts, outer, inner), weights_EKN.device)
+    height = 1 << max(inner - 1, 15).bit_length()
+    columns = min(_TRANSPOSED.columns, _HELD_NUMBERS // height)
+    if columns < _LEAST_COLUMNS:
+        _transpose_in_two_passes(weights_EKN, result)
+        return result
+    shape = Tile(height, columns, max(4, height * columns // 4096))
+    grid = (num_blocks(outer, columns), experts)
+    tensors = (weights_EKN, result.scales, result.numbers)
+    launch(_columns_kernel, shape, grid, *tensors, **_LIMITS, K=inner, N=outer)
+    return result
+
+
+def _transpose_in_two_passes(weights_EKN: Tensor, result: Quantised) -> None:
+    experts, inner, outer = weights_EKN.shape
     column_blocks = num_blocks(outer, _TRANSPOSED.columns)
     blocks = column_blocks * num_blocks(inner, _TRANSPOSED.rows)
     sizes = {"K": inner, "N": outer}
@@ -91,7 +109,6 @@ def quantise_transposed(weights_EKN: Tensor) -> Quantised:
     )
     tensors = (weights_EKN, result.scales, result.numbers)
     launch(_transpose_kernel, _TRANSPOSED, (blocks, experts), *tensors, **sizes)
-    return result
 
 
 def write_swiglu(hidden_RH: Tensor, weights_R: Tensor, output: Quantised, span: Span) -> None:
@@ -177,6 +194,33 @@ def _quantise_kernel(
         offset = row[:, None] * K + column[None, :]
         values = tl.load(rows + offset, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
         tl.store(numbers + offset, values.to(numbers.dtype.element_ty), mask=inside)
+
+
+def _columns_kernel(
+    weights,
+    scales,
+    numbers,
+    LARGEST: tl.constexpr,
+    SMALLEST_AMAX: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Each program quantises and transposes some columns of one expert, which have at most ``ROWS`` rows."""
+    expert = tl.program_id(1).to(tl.int64)
+    row = tl.arange(0, ROWS).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < K)[:, None] & (column < N)[None, :]
+    place = weights + expert * K * N + row[:, None] * N + column[None, :]
+    values = tl.load(place, mask=inside, other=0.0)
+    largest = tl.max(tl.abs(values).to(tl.float32), axis=0)
+    scale = tl.maximum(largest, SMALLEST_AMAX) * (1.0 / LARGEST)
+    tl.store(scales + expert * N + column, scale, mask=column < N)
+    factor = tl.div_rn(tl.full((COLUMNS,), 1.0, tl.float32), scale)
+    scaled = (values.to(tl.float32) * factor[None, :]).to(numbers.dtype.element_ty)
+    place = numbers + expert * K * N + column.to(tl.int64)[:, None] * K + row[None, :]
+    tl.store(place, scaled.T, mask=(column < N)[:, None] & (row < K)[None, :])
 
 
 def _column_scales_kernel(

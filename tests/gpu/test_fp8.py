@@ -95,7 +95,7 @@ def test_rows_are_quantised_as_in_plain_torch(shape: tuple[int, ...]) -> None:
     assert equal_bits(quantise(rows), plain_quantised(rows))
 
 
-@pytest.mark.parametrize("shape", [(1, 64, 64), (3, 192, 320), (2, 1000, 72)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 64, 64), (3, 192, 320), (2, 1000, 72), (1, 4200, 72)], ids=str)
 def test_transposed_matrices_are_quantised_as_in_plain_torch(shape: tuple[int, ...]) -> None:
     matrices = draw(*shape, seed=1).bfloat16()
     matrices[0, :, 3] = 0.0
