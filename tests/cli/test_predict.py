@@ -139,6 +139,7 @@ def test_predictions_count_the_same_state_as_the_plan(capsys: pytest.CaptureFixt
     plain = of_plan_step_and_table("--precision", "bf16")
     assert {memory["weight_copies"] for memory in plain} == {2 * 2 * 8 * 3 * 512 * 1024}
     assert {memory["average"] for memory in plain} == {0}
+    assert of_plan_step_and_table("--precision", "fp8") == plain
     averaged = of_plan_step_and_table("--precision", "bf16", "--ema-decay", "0.99", "--optimizer", "sgd")
     for memory in averaged:
         assert memory["weight_copies"] == 0, "only our AdamW writes copies"

@@ -7,15 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from experts.balance import moe_layers
 from experts.bank import ExpertBank, ExpertForm
 from experts.kernels.adapters import Adapters
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.plan.planning import planned_facts
+from orchestrator.plan.planning import plan, planned_facts
 from orchestrator.tasks.load import load_task
+from orchestrator.train.parts.world import World
+from orchestrator.train.worker.build_model import build_parts
 from orchestrator.types import Choice
 from tests.support.inventories import gpu, machine, model, planned
 
@@ -114,3 +118,14 @@ def test_the_facts_of_a_task_name_the_obstacle(settings: dict[str, Any], found: 
     obstacle = model_facts(task, "cuda:0", "fp8").fp8_obstacle
     assert found in obstacle
     assert bool(found) == bool(obstacle)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_banks_of_a_run_compute_as_the_plan_says(precision: str) -> None:
+    config = Config.of(task="text", precision=precision)
+    parts = build_parts(config, plan(config, H200, model()), load_task(config), World.single_process("cpu"))
+    banks = [layer.bank for _, layer in moe_layers(parts.model)]
+    assert [bank.fp8 for bank in banks] == [precision == "fp8"] * 2
+    # All else is computed in bf16, without a loss scale.
+    assert parts.precision.dtype == torch.bfloat16
+    assert parts.precision.scale is None

@@ -83,7 +83,7 @@ def test_a_scale_too_small_for_any_gradient_is_reported() -> None:
     assert precision.scale_underflowed()
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8"])
 def test_only_fp16_has_a_scale(kind: precision_module.PrecisionName) -> None:
     precision = Precision(kind, CPU)
     precision.update(OVERFLOW)

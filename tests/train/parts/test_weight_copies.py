@@ -208,10 +208,13 @@ def test_a_model_that_was_trained_computes_with_its_weights() -> None:
         assert {p.grad_dtype for p in layer.bank.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize(("gpus", "has_copies"), [(1, True), (2, False)])
-def test_a_probe_of_one_worker_among_several_has_no_copies(gpus: int, has_copies: bool) -> None:
+def test_a_probe_of_one_worker_among_several_has_no_copies(
+    gpus: int, has_copies: bool, precision: str
+) -> None:
     """Its measured memory is that of the run, whose workers have none."""
-    settings: dict[str, Any] = {"experts": 4, "expert_hidden_size": (8,), "precision": "bf16", **SETTINGS}
+    settings: dict[str, Any] = {"experts": 4, "expert_hidden_size": (8,), "precision": precision, **SETTINGS}
     config = Config.of(task="synthetic", parallel_strategy="data_parallel", **settings)
     chosen = plan(config, machine(*(gpu(index) for index in range(gpus))), model())
     assert chosen.workers.value == gpus
