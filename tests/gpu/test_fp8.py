@@ -6,6 +6,7 @@ per token; a product has inner size K and outer size N."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from experts.kernels.row_products import RowTiles
 from experts.layer import MoELayer
 from experts.tokens.dispatch import sort_by_slot
 from experts.types import Trip
+from orchestrator.config.settings import Config
+from orchestrator.record.events import by_step, read_events
+from orchestrator.trainer import Trainer
 
 DEVICE = torch.device("cuda:0")
 pytestmark = [
@@ -371,3 +375,18 @@ def test_kept_for_the_backward_pass_are_tokens_hidden_rows_and_routing() -> None
     hidden_bytes = 2048 * 1024 * 2
     routing_bytes = 1024 * (8 * 4 + 2 * 40) + 4096
     assert sum(kept.values()) <= tokens_bytes + hidden_bytes + routing_bytes
+
+
+@pytest.mark.parametrize(
+    "settings", [{"cuda_graph": "off"}, {"cuda_graph": "on"}, {"compile": "on"}], ids=str
+)
+def test_a_run_learns_as_in_bf16(settings: dict[str, str], tmp_path: Path) -> None:
+    losses: dict[str, list[float]] = {}
+    for precision in ("bf16", "fp8"):
+        folder = tmp_path / precision
+        config = Config.of(task="text", precision=precision, max_steps=60, run_dir=folder, **settings)
+        assert Trainer(config=config, quiet=True).fit().status == "completed"
+        losses[precision] = [event["loss"] for event in by_step(read_events(folder / "events.jsonl"))]
+    assert losses["fp8"][-1] < 0.7 * losses["fp8"][0]
+    assert losses["fp8"] != losses["bf16"]
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.05)
