@@ -20,7 +20,10 @@ REFUSED = {
     ("--epochs", "0"): "--epochs is 0; it must be at least 1",
     ("--epochs", "3", "4"): "unexpected '4' after --epochs 3",
     ("--epochs=",): "--epochs is ''; a whole number was needed",
-    ("--precision", "fp99"): "--precision is 'fp99'; 'auto' or 'fp32' or 'bf16' or 'fp16' or 'fp8' was needed",
+    (
+        "--precision",
+        "fp99",
+    ): "--precision is 'fp99'; 'auto' or 'fp32' or 'bf16' or 'fp16' or 'fp8' was needed",
     ("--compile", "maybe"): "--compile is 'maybe'; 'auto' or 'on' or 'off' was needed",
     ("--devices", "0,b"): "--devices is ['0', 'b']; a list of whole numbers was needed",
     ("--debug", "7"): "unexpected '7' after --debug",
