@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from experts.kernels import fused, fused_gate
 from experts.kernels.autocast import without_autocast
+from experts.kernels.slot_sort import count_choices
 from experts.types import Routing, Scores
 
 Replay = Callable[[Callable[[], Tensor]], Tensor]
@@ -91,8 +92,7 @@ class Gate(nn.Module):
                 weights_TK, experts_TK = self._choose(scores_TE, replay)
                 balance = (probabilities_TE * share_E).sum()
                 z = logits_TE.logsumexp(-1).square().sum()
-        expert_R = experts_TK.flatten()
-        counts_E = torch.zeros_like(previous_E).scatter_add_(0, expert_R, torch.ones_like(expert_R))
+        counts_E = count_choices(experts_TK, len(previous_E))
         return Routing(experts_TK, weights_TK, counts_E, balance, z)
 
     @property

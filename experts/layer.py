@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from experts.bank import ExpertBank, computing_dtype
 from experts.gate import Gate, coin, noise, shift_bias
 from experts.kernels.compiling import uncompiled
+from experts.kernels.slot_sort import count_choices
 from experts.routed import RoutedExperts
 from experts.shared_expert import SharedExpert
 from experts.statistics import ExpertStatistics
@@ -139,8 +140,7 @@ class MoELayer(RoutedExperts):
         twins_TK = self.twin_E[routing.experts_TK]
         goes_T = coin(self.context.step.seed + self.layer_id, position_T)
         experts_TK = torch.where((twins_TK >= 0) & goes_T.unsqueeze(1), twins_TK, routing.experts_TK)
-        expert_R = experts_TK.flatten()
-        counts_E = torch.zeros_like(self.load_E).scatter_add_(0, expert_R, torch.ones_like(expert_R))
+        counts_E = count_choices(experts_TK, len(self.load_E))
         return replace(routing, experts_TK=experts_TK, counts_E=counts_E)
 
     def _positions(self, x_TD: Tensor, first_dimension: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sorting choices by slot: a counting sort in three Triton kernels.
+"""Counting choices by slot, and sorting them: a counting sort in three Triton kernels.
 
 A general sort of as many keys passes over them several times, in a dozen launches, and the inverse of its
 order is one more. Slots are few, so counting them is enough: blocks of choices count their slots, the counts
@@ -34,6 +34,17 @@ def available(slots_TK: Tensor, num_slots: int) -> bool:
     return 0 < num_slots <= _MAX_SLOTS and 0 < slots_TK.numel() < 2**31
 
 
+def count_choices(slots_TK: Tensor, num_slots: int) -> Tensor:
+    """Return the number of choices of each slot; each choice has one.
+
+    Torch adds ones at their slots, which wait for each other where slots are few."""
+    if available(slots_TK, num_slots):
+        return _ops.count_choices(slots_TK, num_slots)
+    slot_R = slots_TK.flatten()
+    zeros_L = torch.zeros(num_slots, dtype=torch.int64, device=slots_TK.device)
+    return zeros_L.scatter_add_(0, slot_R, torch.ones_like(slot_R))
+
+
 def sort_choices(
     slots_TK: Tensor, num_slots: int, num_rows: int = EVERY
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,19 +61,15 @@ def _sort_choices(slots_TK: Tensor, num_slots: int, num_rows: int) -> tuple[Tens
     slots_TK = slots_TK.contiguous()
     size = slots_TK.numel()
     top_k = slots_TK.shape[1]
-    blocks = num_blocks(size, _BLOCK)
-    counts_BL = slots_TK.new_empty(blocks, num_slots, dtype=torch.int32)
+    counts_BL = _block_counts(slots_TK, num_slots)
+    blocks = len(counts_BL)
     count_L = slots_TK.new_empty(num_slots, dtype=torch.int64)
     row_TK = torch.empty_like(slots_TK, dtype=torch.int64)
-    if num_rows == EVERY:
-        index_R, token_R = row_TK.new_empty(2, size).unbind()
-    else:
-        index_R, token_R = row_TK.new_zeros(2, num_rows).unbind()
-    slots = {"L": num_slots, "SLOTS": 1 << (num_slots - 1).bit_length()}
+    # Two tensors, and not the halves of one: results of an operator must not share memory.
+    index_R, token_R = (
+        row_TK.new_empty(size) if num_rows == EVERY else row_TK.new_zeros(num_rows) for _ in range(2)
+    )
     with torch.cuda.device_of(slots_TK):
-        compiled(_count_kernel)[(blocks,)](
-            slots_TK, counts_BL, size, **slots, COLUMNS=min(32, slots["SLOTS"]), BLOCK=_BLOCK, num_warps=4
-        )
         compiled(_scan_kernel)[(num_blocks(num_slots, _SCANNED_SLOTS),)](
             counts_BL, count_L, blocks, L=num_slots, ROWS=_SCANNED_BLOCKS, COLUMNS=_SCANNED_SLOTS, num_warps=4
         )
@@ -76,6 +83,23 @@ def _sort_choices(slots_TK: Tensor, num_slots: int, num_rows: int) -> tuple[Tens
             num_warps=4,
         )
     return index_R, token_R, row_TK, count_L
+
+
+def _count_choices(slots_TK: Tensor, num_slots: int) -> Tensor:
+    return _block_counts(slots_TK.contiguous(), num_slots).sum(0)
+
+
+def _block_counts(slots_TK: Tensor, num_slots: int) -> Tensor:
+    """Return the choices of each slot, by blocks of choices."""
+    size = slots_TK.numel()
+    counts_BL = slots_TK.new_empty(num_blocks(size, _BLOCK), num_slots, dtype=torch.int32)
+    padded_slots = 1 << (num_slots - 1).bit_length()
+    sizes = {"L": num_slots, "SLOTS": padded_slots, "COLUMNS": min(32, padded_slots)}
+    with torch.cuda.device_of(slots_TK):
+        compiled(_count_kernel)[(len(counts_BL),)](
+            slots_TK, counts_BL, size, **sizes, BLOCK=_BLOCK, num_warps=4
+        )
+    return counts_BL
 
 
 def _results(slots_TK: Tensor, num_slots: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -157,6 +181,11 @@ def _place_kernel(
     tl.store(token + row, place // K, mask=has_row)
 
 
+register(
+    "count_choices(Tensor slots_TK, int num_slots) -> Tensor",
+    _count_choices,
+    lambda slots_TK, num_slots: slots_TK.new_empty(num_slots, dtype=torch.int64),
+)
 register(
     "sort_choices(Tensor slots_TK, int num_slots, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor)",
     _sort_choices,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.kernels.slot_sort import EVERY, sort_choices
+from experts.kernels.slot_sort import EVERY, count_choices, sort_choices
 from experts.tokens.dispatch import sort_by_slot
 
 pytestmark = [
@@ -43,6 +43,7 @@ def test_rows_are_those_of_a_stable_sort(case: tuple[int, int, int], dtype: torc
     assert torch.equal(token_R, expected_R // top_k)
     assert torch.equal(row_TK.flatten()[index_R], torch.arange(tokens * top_k, device="cuda"))
     assert torch.equal(counts_L, torch.bincount(slots_TK.flatten(), minlength=num_slots))
+    assert torch.equal(count_choices(slots_TK, num_slots), counts_L)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -90,5 +91,6 @@ def test_the_host_does_not_wait() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         sort_choices(slots_TK, 64, EVERY)
+        count_choices(slots_TK, 64)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -19,6 +19,10 @@ from orchestrator.train.heartbeat import Heartbeat, Phase
 from orchestrator.train.parts.weight_copies import WeightCopies
 
 _TORCH_LOGGING: Any = importlib.import_module("torch._logging")
+_AUTOGRAD_SETTINGS: Any = importlib.import_module("torch._functorch.config")
+_RECOMPUTATION = {"ban_recompute_used_far_apart": False, "ban_recompute_materialized_backward": False}
+"""Settings by which compiled code recomputes more sums and norms in the backward pass instead of keeping
+them: 1.3 of 43.2 GiB of a model with 2.5 billion parameters on an H200, for 0.3% of its time."""
 _RECOMPILES = logging.getLogger("torch._dynamo.guards.__recompiles")
 _PARTS: dict[str, type[nn.Module]] = {"experts": ExpertBank, "gate": Gate}
 _WARN_AFTER = 8  # recompilations before the run warns that its shapes keep changing
@@ -40,6 +44,8 @@ class Compiled:
         _TORCH_LOGGING.set_logs(recompiles=True)
         _RECOMPILES.propagate = False  # otherwise torch prints them on the screen
         _RECOMPILES.addHandler(self._handler)
+        self._settings = {name: getattr(_AUTOGRAD_SETTINGS, name) for name in _RECOMPUTATION}
+        _use_settings(_RECOMPUTATION)
         for module in self.modules:
             self._compile(module)
 
@@ -73,7 +79,8 @@ class Compiled:
         self.close()
 
     def close(self) -> None:
-        """Stop listening to torch's recompilation log."""
+        """Stop listening to torch's recompilation log, and return to torch's settings."""
+        _use_settings(self._settings)
         _RECOMPILES.removeHandler(self._handler)
         _RECOMPILES.propagate = True
         _TORCH_LOGGING.set_logs()
@@ -87,6 +94,11 @@ class Compiled:
             f"compiled again {len(self.recompile_reasons)} times because shapes or values keep changing; "
             f"the last reason: {self.recompile_reasons[-1]}"
         )
+
+
+def _use_settings(settings: dict[str, bool]) -> None:
+    for name, value in settings.items():
+        setattr(_AUTOGRAD_SETTINGS, name, value)
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:

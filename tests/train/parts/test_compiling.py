@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -47,10 +48,22 @@ def test_undo_restores_the_plain_model() -> None:
     assert torch.equal(model(torch.ones(2, 4)), before)
 
 
+def test_settings_of_torch_last_as_long_as_the_compiled_model() -> None:
+    settings: Any = importlib.import_module("torch._functorch.config")
+    before = settings.ban_recompute_used_far_apart
+    compiled = Compiled(nn.Sequential(nn.Linear(4, 3)), "default", "all")
+    assert before is True
+    assert settings.ban_recompute_used_far_apart is False
+    compiled.close()
+    assert settings.ban_recompute_used_far_apart is True
+
+
 def test_only_the_chosen_parts_are_compiled() -> None:
     layer = MoELayer(8, [4, 4], 1)
-    assert Compiled(layer, "default", "gate").modules == [layer.gate]
-    assert Compiled(layer, "default", "experts").modules == [layer.bank]
+    for parts, module in (("gate", layer.gate), ("experts", layer.bank)):
+        compiled = Compiled(layer, "default", parts)
+        assert compiled.modules == [module]
+        compiled.close()
     with pytest.raises(UserError, match="has no experts"):
         Compiled(nn.Linear(2, 2), "default", "experts")
 
