@@ -236,17 +236,9 @@ class _Sums:
         self.total.add_(loss_C.sum())
         self.d_hidden_TD[rows_C] = d_products_CV @ output_VD
         if len(self.d_output_VD):
-            _add_product(self.d_output_VD, d_products_CV.T, hidden_CD)
+            self.d_output_VD.add_(d_products_CV.T @ hidden_CD)
         if len(self.d_bias_V):
             self.d_bias_V.add_(d_products_CV.sum(0, dtype=self.d_bias_V.dtype))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a product of matrices to a sum in a wider type. A GPU does it in one pass, without rounding."""
-    if left.is_cuda and total.dtype == torch.float32 and left.dtype in (torch.bfloat16, torch.float16):
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total.add_(left @ right)
 
 
 def _loss_and_gradient(

@@ -75,7 +75,7 @@ def test_trips_are_those_of_a_cpu(absent: float, bounded: bool) -> None:
     num_rows = None if not absent else present + 50 * bounded
     trips = []
     for device in ("cuda", "cpu"):
-        leaf = weights_TK.to(device).requires_grad_()
+        leaf = weights_TK.detach().to(device, copy=True).requires_grad_()
         trip = sort_by_slot(slots_TK.to(device), leaf, 64, num_rows, bounded)
         rows = trip.weights_R[:present]
         (rows * torch.arange(present, device=device)).sum().backward()
