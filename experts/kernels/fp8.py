@@ -134,12 +134,12 @@ def row_product(
     block = 128 if inner % 128 == 0 else 64
     matrices = weights_ENK.numbers.view(-1, inner)
     numbers = rows.numbers
-    left = numbers if token_R is not None else row_products._descriptor(numbers, [tiles.height, block])
-    programs = row_products._num_processors(numbers.device.index)
+    left = numbers if token_R is not None else row_products.descriptor(numbers, [tiles.height, block])
+    programs = row_products.num_processors(numbers.device.index)
     with torch.cuda.device_of(numbers):
         compiled(_product_kernel)[(programs,)](
             left,
-            row_products._descriptor(matrices, [columns, block]),
+            row_products.descriptor(matrices, [columns, block]),
             result_RN,
             rows.scales,
             weights_ENK.scales,

@@ -16,9 +16,19 @@ import torch
 from torch import Tensor
 
 from experts.kernels import fp8, fused, fused_experts
+from experts.kernels.expert_tables import (
+    Rows,
+    divided,
+    gradients_like,
+    new_tables,
+    results_like,
+    tables,
+    tiled_classes,
+    weight_gradients,
+    widest,
+)
 from experts.kernels.fp8 import Quantised, quantise, quantise_transposed, row_product
 from experts.kernels.fused import SwigluGradients
-from experts.kernels.row_products import weight_gradient
 from experts.types import RowMap
 
 
@@ -38,7 +48,7 @@ def experts_fp8(
 
     Tokens and matrices are bf16. There must be a row."""
     flat = [matrix for pair in matrices for matrix in pair]
-    rows = fused_experts._Rows(weights_R, counts_L, row_map.row_TK)
+    rows = Rows(weights_R, counts_L, row_map.row_TK)
     result: Any = _Experts.apply(x_TD, row_map.token_R, *rows, *flat)
     return result
 
@@ -46,7 +56,7 @@ def experts_fp8(
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, *rows_and_matrices: Tensor) -> Tensor:
-        rows, matrices = fused_experts._divided(rows_and_matrices)
+        rows, matrices = divided(rows_and_matrices)
         y_TD, hidden = _ops.compute_fp8(x_TD, token_R, rows, matrices)
         ctx.save_for_backward(x_TD, token_R, hidden, *rows_and_matrices)
         return y_TD
@@ -54,7 +64,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, token_R, hidden, *rows_and_matrices = ctx.saved_tensors
-        rows, matrices = fused_experts._divided(rows_and_matrices)
+        rows, matrices = divided(rows_and_matrices)
         trains_experts = any(ctx.needs_input_grad[-len(matrices) :])
         passed = (x_TD, token_R, hidden, rows, matrices, trains_experts)
         d_x_TD, d_weights_R, d_matrices = _ops.compute_fp8_backward(grads[0], *passed)
@@ -66,19 +76,19 @@ def _new_tables(like: Tensor, num_rows: int, widths: Sequence[int]) -> list[Quan
     """Return a table of quantised rows for each class, all in one buffer and with the same scales."""
     buffer = like.new_empty(num_rows * max(widths), dtype=fp8.DTYPE)
     scales_R = like.new_empty(num_rows, dtype=torch.float32)
-    return [Quantised(table, scales_R) for table in fused_experts._tables(buffer, num_rows, widths)]
+    return [Quantised(table, scales_R) for table in tables(buffer, num_rows, widths)]
 
 
 def _compute(
     x_TD: Tensor, token_R: Tensor, rows: Sequence[Tensor], matrices: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of the tokens' rows, and the hidden rows before their activation."""
-    weights_R, counts_L, row_TK = fused_experts._Rows(*rows)
+    weights_R, counts_L, row_TK = Rows(*rows)
     num_rows = len(token_R)
     weights_R = weights_R.contiguous()
-    classes = fused_experts._classes(matrices, counts_L, num_rows)
-    hidden = x_TD.new_empty(num_rows * fused_experts._widest(matrices))
-    hidden_tables = fused_experts._tables(hidden, num_rows, [each.up_EDH.shape[2] for each in classes])
+    classes = tiled_classes(matrices, counts_L, num_rows)
+    hidden = x_TD.new_empty(num_rows * widest(matrices))
+    hidden_tables = tables(hidden, num_rows, [each.up_EDH.shape[2] for each in classes])
     activated_tables = _new_tables(x_TD, num_rows, [each.down_EHD.shape[1] for each in classes])
     output_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     tokens = quantise(x_TD)
@@ -99,17 +109,17 @@ def _compute_backward(
     trains_experts: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the gradients of tokens and weights, and those of the matrices if they are trained."""
-    weights_R, counts_L, row_TK = fused_experts._Rows(*rows)
+    weights_R, counts_L, row_TK = Rows(*rows)
     weights_R = weights_R.contiguous()
     num_rows = len(weights_R)
-    classes = fused_experts._classes(matrices, counts_L, num_rows)
+    classes = tiled_classes(matrices, counts_L, num_rows)
     inner_widths = [each.down_EHD.shape[1] for each in classes]
     hidden_widths = [each.up_EDH.shape[2] for each in classes]
-    activated_tables = fused_experts._new_tables(x_TD, num_rows, inner_widths)
-    d_hidden_tables = fused_experts._new_tables(x_TD, num_rows, hidden_widths)
-    grad_tables = fused_experts._new_tables(x_TD, num_rows, inner_widths)
+    activated_tables = new_tables(x_TD, num_rows, inner_widths)
+    d_hidden_tables = new_tables(x_TD, num_rows, hidden_widths)
+    grad_tables = new_tables(x_TD, num_rows, inner_widths)
     quantised_tables = _new_tables(x_TD, num_rows, hidden_widths)
-    hidden_tables = fused_experts._tables(hidden, num_rows, hidden_widths)
+    hidden_tables = tables(hidden, num_rows, hidden_widths)
     d_rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     d_weights_R = torch.zeros_like(weights_R)  # rows that are left out have weights of other hosts' experts
     tokens_grad = quantise(grad_TD)
@@ -130,33 +140,29 @@ def _compute_backward(
     del grad_tables, quantised_tables, d_rows_RD  # the rows of the tokens take their memory
     rows_RD = fused.copy_rows(x_TD, row_TK, num_rows)
     grad_RD = fused.copy_rows(grad_TD, row_TK, num_rows)
-    d_matrices: list[Tensor] = []
-    for each, activated_RH, d_hidden_RH in zip(classes, activated_tables, d_hidden_tables, strict=True):
-        product = fused_experts._first_rows_product if each is classes[0] else weight_gradient
-        d_matrices += [
-            product(rows_RD, d_hidden_RH, each.tiles),
-            product(activated_RH, grad_RD, each.tiles),
-        ]
+    d_ups = weight_gradients([rows_RD] * len(classes), d_hidden_tables, classes)
+    d_downs = weight_gradients(activated_tables, [grad_RD] * len(classes), classes)
+    d_matrices = [each for pair in zip(d_ups, d_downs, strict=True) for each in pair]
     return d_x_TD, d_weights_R, d_matrices
 
 
-def _gradients(
+def _own_gradients_like(
     grad_TD: Tensor, x_TD: Tensor, token_R: Tensor, hidden: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return tensors like the results of ``_compute_backward``."""
     del token_R
-    return fused_experts._gradients(grad_TD, x_TD, hidden, *rest)
+    return gradients_like(grad_TD, x_TD, hidden, *rest)
 
 
 fused.register(
     "compute_fp8(Tensor x_TD, Tensor token_R, Tensor[] rows, Tensor[] matrices) -> (Tensor, Tensor)",
     _compute,
-    fused_experts._results,
+    results_like,
 )
 fused.register(
     "compute_fp8_backward(Tensor grad_TD, Tensor x_TD, Tensor token_R, Tensor hidden, Tensor[] rows, "
     "Tensor[] matrices, bool trains_experts) -> (Tensor, Tensor, Tensor[])",
     _compute_backward,
-    _gradients,
+    _own_gradients_like,
 )
 _ops: Any = torch.ops.experts

@@ -99,12 +99,12 @@ def row_product(
     blocks = {"BM": tiles.height, "BN": columns, "BK": SIZE_MULTIPLE}
     matrices = weights_EKN.transpose(1, 2) if transposed else weights_EKN
     matrix_block = [columns, SIZE_MULTIPLE] if transposed else [SIZE_MULTIPLE, columns]
-    rows = rows_RK if token_R is not None else _descriptor(rows_RK, [tiles.height, SIZE_MULTIPLE])
-    programs = _num_processors(rows_RK.device.index)
+    rows = rows_RK if token_R is not None else descriptor(rows_RK, [tiles.height, SIZE_MULTIPLE])
+    programs = num_processors(rows_RK.device.index)
     with torch.cuda.device_of(rows_RK):
         compiled(_product_kernel)[(programs,)](
             rows,
-            _descriptor(matrices.reshape(-1, matrices.shape[2]), matrix_block),
+            descriptor(matrices.reshape(-1, matrices.shape[2]), matrix_block),
             result_RN,
             tiles.count_1 if token_R is None else token_R,
             tiles.expert_J,
@@ -149,7 +149,7 @@ def weight_gradient(left_RK: Tensor, right_RN: Tensor, tiles: RowTiles) -> Tenso
     return result_EKN
 
 
-def _descriptor(matrix: Tensor, block: list[int]) -> Any:
+def descriptor(matrix: Tensor, block: list[int]) -> Any:
     """Describe a matrix whose blocks are copied by the tensor memory accelerator."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
@@ -157,7 +157,7 @@ def _descriptor(matrix: Tensor, block: list[int]) -> Any:
 
 
 @cache
-def _num_processors(device: int) -> int:
+def num_processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

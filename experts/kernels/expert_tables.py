@@ -1,0 +1,112 @@
+"""Rows, size classes and tables, as the functions that compute whole experts share them.
+
+How many rows a size class has is known to the device alone. See ``experts.types`` for the letters of
+shapes; a product has inner size K and outer size N."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from experts.kernels.fused import Span, contiguous_like
+from experts.kernels.row_products import RowTiles, weight_gradient
+
+
+class Rows(NamedTuple):
+    """The rows of the experts, as both passes need them.
+
+    Operators of torch have no arguments of other types: they take it as a list of tensors."""
+
+    weights_R: Tensor
+    counts_L: Tensor
+    row_TK: Tensor
+
+
+def divided(rows_and_matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors of ``Rows``, and the matrices."""
+    num_rows_tensors = len(Rows._fields)
+    return list(rows_and_matrices[:num_rows_tensors]), list(rows_and_matrices[num_rows_tensors:])
+
+
+@dataclass(frozen=True)
+class TiledClass:
+    """A size class: its matrices and the tiles of its rows."""
+
+    up_EDH: Tensor
+    down_EHD: Tensor
+    tiles: RowTiles
+
+    @property
+    def span(self) -> Span:
+        """The rows of the class."""
+        return Span(self.tiles.begins_E[:1], self.tiles.ends_E[-1:])
+
+
+def tiled_classes(matrices: Sequence[Tensor], counts_L: Tensor, num_rows: int) -> list[TiledClass]:
+    pairs = list(zip(matrices[::2], matrices[1::2], strict=True))
+    bounds = accumulate((len(up_EDH) for up_EDH, _ in pairs), initial=0)
+    slots = [slice(*bound) for bound in pairwise(bounds)]
+    return [
+        TiledClass(up_EDH, down_EHD, RowTiles.of(counts_L, num_rows, part))
+        for (up_EDH, down_EHD), part in zip(pairs, slots, strict=True)
+    ]
+
+
+def tables(buffer: Tensor, num_rows: int, widths: Sequence[int]) -> list[Tensor]:
+    """Return a table of rows for each class, all in one buffer of ``num_rows`` rows of the widest.
+
+    A class uses its own rows of its table. They are not those of another class: rows of wider classes
+    have higher numbers, and row r begins at r times the width of its table."""
+    return [buffer[: num_rows * width].view(num_rows, width) for width in widths]
+
+
+def new_tables(like: Tensor, num_rows: int, widths: Sequence[int]) -> list[Tensor]:
+    return tables(like.new_empty(num_rows * max(widths)), num_rows, widths)
+
+
+def weight_gradients(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], classes: Sequence[TiledClass]
+) -> list[Tensor]:
+    """Return the gradient of one matrix of each class."""
+    products = [_first_rows_product, *[weight_gradient] * (len(classes) - 1)]
+    return [
+        product(left_RK, right_RN, each.tiles)
+        for product, left_RK, right_RN, each in zip(products, lefts, rights, classes, strict=True)
+    ]
+
+
+def _first_rows_product(left_RK: Tensor, right_RN: Tensor, tiles: RowTiles) -> Tensor:
+    """Compute ``weight_gradient`` for experts that have the first rows, by torch's faster operator."""
+    return F.grouped_mm(left_RK.t(), right_RN, offs=tiles.ends_E)
+
+
+def widest(matrices: Sequence[Tensor]) -> int:
+    """Return the width of the widest hidden rows."""
+    return max(up_EDH.shape[2] for up_EDH in matrices[::2])
+
+
+def results_like(
+    x_TD: Tensor, token_R: Tensor, rows: Sequence[Tensor], matrices: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return tensors like the results of ``_compute``."""
+    del rows
+    return contiguous_like(x_TD), x_TD.new_empty(token_R.shape[0] * widest(matrices))
+
+
+def gradients_like(
+    grad_TD: Tensor,
+    x_TD: Tensor,
+    hidden: Tensor,
+    rows: Sequence[Tensor],
+    matrices: Sequence[Tensor],
+    trains_experts: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return tensors like the results of ``_compute_backward``."""
+    del grad_TD, hidden
+    d_matrices = [contiguous_like(matrix) for matrix in matrices] if trains_experts else []
+    return contiguous_like(x_TD), contiguous_like(Rows(*rows).weights_R), d_matrices
