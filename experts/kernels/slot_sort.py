@@ -106,7 +106,8 @@ def _results(slots_TK: Tensor, num_slots: int, num_rows: int) -> tuple[Tensor, T
     """Return tensors like the results of ``_sort_choices``."""
     rows = slots_TK.shape[0] * slots_TK.shape[1] if num_rows == EVERY else num_rows
     index_R, token_R = (slots_TK.new_empty(rows, dtype=torch.int64) for _ in range(2))
-    row_TK = torch.empty_like(slots_TK, dtype=torch.int64)
+    # The rows are contiguous where the slots are not: ``torch.empty_like`` would keep the strides.
+    row_TK = slots_TK.new_empty(slots_TK.shape, dtype=torch.int64)
     return index_R, token_R, row_TK, slots_TK.new_empty(num_slots, dtype=torch.int64)
 
 

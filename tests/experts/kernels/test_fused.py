@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.kernels import fused, fused_experts  # noqa: F401 - registers the operators
+from experts.kernels import fp8_experts, fused, fused_experts, slot_sort  # noqa: F401 - register operators
 
 R, T, D, H, E, K = 6, 3, 4, 5, 2, 2
 _ops: Any = torch.ops.experts
@@ -45,9 +45,14 @@ def test_results_are_described_as_contiguous() -> None:
     y_TD, hidden = _ops.compute(x_TD, token_R, rows, matrices)
     passed = (x_TD, hidden, rows, matrices, True)
     d_x_TD, d_weights_R, d_matrices = _ops.compute_backward(transposed(T, D, device="meta"), *passed)
+    passed = (x_TD, token_R, hidden, rows, matrices, True)
+    in_fp8 = _ops.compute_fp8_backward(transposed(T, D, device="meta"), *passed)
+    slots_TK = transposed(T, K, device="meta").to(torch.int64)
     results = [
         *_ops.swiglu_backward(transposed(R, H, device="meta"), hidden_RH, weights_R),
+        *_ops.sort_choices(slots_TK, E, slot_sort.EVERY),
         *(y_TD, d_x_TD, d_weights_R, *d_matrices),
+        *(_ops.compute_fp8(x_TD, token_R, rows, matrices)[0], *in_fp8[:2], *in_fp8[2]),
     ]
     assert [result.shape for result in d_matrices] == [matrix.shape for matrix in matrices]
     assert all(result.is_contiguous() for result in results)
