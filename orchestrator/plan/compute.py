@@ -58,10 +58,13 @@ def _check_fp8_device(inventory: Inventory, device: str) -> None:
     """Raise UserError where the device has no units, or too little memory, for products in fp8."""
     found = "the device is the CPU"
     if device != "cpu":
-        gpu = gpu_of(inventory, device)
-        if gpu.capability[0] in _FP8_MAJORS:
+        # Each GPU, not the least capability of all: later ones than 10 lack the memory.
+        gpus = inventory.gpus if device == "cuda" else (gpu_of(inventory, device),)
+        lacking = [gpu for gpu in gpus if gpu.capability[0] not in _FP8_MAJORS]
+        if not lacking:
             return
-        found = f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+        major, minor = lacking[0].capability
+        found = f"{lacking[0].name} has compute capability {major}.{minor}"
     raise UserError(
         f"--precision fp8 needs GPUs of compute capability 9 or 10 (H100, H200, B200), and {found}; "
         "use --precision bf16"

@@ -20,7 +20,7 @@ from orchestrator.plan.planning import plan, planned_facts
 from orchestrator.tasks.load import load_task
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.build_model import build_parts
-from orchestrator.types import Choice
+from orchestrator.types import GIB, Choice
 from tests.support.inventories import gpu, machine, model, planned
 
 H200 = machine(gpu())
@@ -41,9 +41,10 @@ def test_hopper_and_data_center_blackwell_compute_in_fp8(capability: tuple[int, 
         (machine(), "the device is the CPU"),
         (machine(gpu(capability=(8, 9))), "compute capability 8.9"),
         (machine(gpu(capability=(12, 0))), "compute capability 12.0"),
-        (machine(gpu(), gpu(1, capability=(8, 0))), "compute capability 8.0"),
+        (machine(gpu(), gpu(1, 90 * GIB, capability=(8, 0))), "GPU of 90 GiB has compute capability 8.0"),
+        (machine(gpu(), gpu(1, capability=(12, 0))), "compute capability 12.0"),
     ],
-    ids=["cpu", "ada", "consumer blackwell", "one of two GPUs"],
+    ids=["cpu", "ada", "consumer blackwell", "an older one of two GPUs", "a later one of two GPUs"],
 )
 def test_another_device_is_refused_with_what_was_found(inventory: Inventory, found: str) -> None:
     with pytest.raises(UserError, match=re.escape(found)) as refused:
