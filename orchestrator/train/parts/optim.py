@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,8 @@ def scale_gradients(gradients: list[Tensor], factor: float | Tensor) -> None:
         # Reading it makes nobody wait, and a factor of one saves a pass over the gradients.
         factor = float(factor)
     if isinstance(factor, Tensor):
-        factor = factor.to(gradients[0].dtype)
+        # The widest type: the factor of gradients of several types is not rounded to a shorter one.
+        factor = factor.to(reduce(torch.promote_types, (gradient.dtype for gradient in gradients)))
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
     elif factor != 1.0:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -146,6 +146,20 @@ def test_a_single_gradient_of_another_type_is_scaled_by_a_factor_on_the_device()
     assert (gradient.tolist(), gradient.dtype) == ([4.0, 4.0], torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("short", "wide"), [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_a_factor_on_the_device_has_the_widest_type_of_the_gradients(
+    short: torch.dtype, wide: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    types: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda _, factor: types.append(factor.dtype))
+    factor = torch.ones((), dtype=torch.float64, device="meta")
+    for order in ((short, wide), (wide, short), (short, short)):
+        scale_gradients([torch.empty(2, dtype=dtype, device="meta") for dtype in order], factor)
+    assert types == [wide, wide, short]
+
+
 def test_a_worker_without_gradients_takes_part_in_the_norm() -> None:
     """The norm is that of all workers."""
     assert float(scale_and_clip([], torch.tensor(5.0), 0.5, 1.0)) == 2.5
