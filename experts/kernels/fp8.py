@@ -128,7 +128,7 @@ def row_product(
 
     With ``token_R``, row r is that of token ``token_R[r]``. Only the rows of these experts are written. It
     equals ``grouped_product`` of ``numbers.float() * scales[..., None]`` of both operands. Tensor cores sum
-    fp8 products in less than fp32: on an H200 the relative error is 0.002, a tenth of the quantisation's."""
+    fp8 products in less than fp32: on an H200 the relative error is 0.002, where quantising makes 0.04."""
     _, outer, inner = weights_ENK.numbers.shape
     columns = min(256, 1 << (outer - 1).bit_length())
     block = 128 if inner % 128 == 0 else 64
