@@ -112,6 +112,13 @@ class ModelFacts:
         """The part of ``expert_parameters`` that is trained."""
         return max(0, min(self.trainable, self.expert_parameters - self.frozen_experts))
 
+    @property
+    def expert_state_bytes(self) -> float:
+        """Bytes for each parameter of an expert: the weight and, if it is trained, its gradient, the
+        optimizer's state and averages."""
+        trained_share = self.trained_experts / max(1, self.expert_parameters)
+        return self.weight_bytes + _FP32_BYTES * (1 + self.moments + self.averages) * trained_share
+
     def at_most(self, samples: int) -> int:
         """Return a number of samples, cut to those that the data is known to have."""
         return samples if self.samples is None else min(samples, self.samples)

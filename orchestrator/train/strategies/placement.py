@@ -30,7 +30,6 @@ from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.placement_file import placement_file
 from orchestrator.train.strategies.shares import MeasuredDevice, own_device, with_mean_speeds
 
-_STATE_BYTES = 16  # per parameter: weight, gradient and two moments in fp32
 _PASSES = 3  # products of a training step, in multiples of the forward pass
 _FLOPS = 2  # per parameter and row, forward
 
@@ -233,7 +232,7 @@ def _expert_costs(facts: ModelFacts, loads: Sequence[Sequence[float]]) -> list[l
         shares = [count / total for count in tokens] if total > 0 else [1 / len(weights)] * len(weights)
         costs.append(
             [
-                ExpertCost(_PASSES * _FLOPS * weight * share, _STATE_BYTES * weight)
+                ExpertCost(_PASSES * _FLOPS * weight * share, facts.expert_state_bytes * weight)
                 for weight, share in zip(weights, shares, strict=True)
             ]
         )
@@ -255,4 +254,4 @@ def _memory_left(limit: float | None, plan: Plan, facts: ModelFacts) -> float:
         return math.inf
     most_experts = -(-facts.experts // plan.workers.value)
     local_parameters = facts.expert_parameters * most_experts / max(1, facts.experts)
-    return max(0.0, limit - (plan.memory.total - _STATE_BYTES * local_parameters))
+    return max(0.0, limit - (plan.memory.total - facts.expert_state_bytes * local_parameters))

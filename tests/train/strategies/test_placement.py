@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,13 +92,29 @@ def test_each_layer_leaves_less_memory_for_the_next() -> None:
 
 def test_an_expert_costs_its_share_of_the_rows_and_the_state_of_its_weights() -> None:
     """Three forward passes of two FLOP per weight and row; 16 bytes of state per weight."""
-    facts = model(experts=2, moe_layers=3, expert_weights=((100, 300), (100, 300), (100, 300)))
+    weights = ((100, 300), (100, 300), (100, 300))
+    facts = model(experts=2, moe_layers=3, expert_parameters=1200, expert_weights=weights)
     costs = placement_module._expert_costs(facts, [[0.25, 0.75], [0, 0]])
     assert costs[0] == [ExpertCost(150.0, 1600), ExpertCost(1350.0, 4800)]
     evenly = [ExpertCost(300.0, 1600), ExpertCost(900.0, 4800)]
     assert costs[1:] == [evenly, evenly], "no token was seen, or nothing is known of the layer"
     other_experts = placement_module._expert_costs(facts, [[1, 2, 3]] * 3)
     assert other_experts == [evenly] * 3
+
+
+def test_the_state_of_an_expert_is_that_of_its_optimizer() -> None:
+    """SGD has one moment, an average of the weights is one more tensor, a frozen expert is its weights."""
+    facts = model(experts=2, moe_layers=1, expert_parameters=400, expert_weights=((100, 300),))
+    of_forms = {
+        16.0: facts,
+        12.0: replace(facts, moments=1.0),
+        20.0: replace(facts, averages=1.0),
+        10.0: replace(facts, frozen_experts=200),
+        2.0: replace(facts, frozen_experts=400, weight_bytes=2.0),
+    }
+    for state_bytes, form in of_forms.items():
+        (costs,) = placement_module._expert_costs(form, [])
+        assert [cost.bytes for cost in costs] == [100 * state_bytes, 300 * state_bytes]
 
 
 def test_memory_for_experts_is_the_limit_less_the_dense_part() -> None:
