@@ -23,6 +23,9 @@ _AUTOGRAD_SETTINGS: Any = importlib.import_module("torch._functorch.config")
 _RECOMPUTATION = {"ban_recompute_used_far_apart": False, "ban_recompute_materialized_backward": False}
 """Settings by which compiled code recomputes more sums and norms in the backward pass instead of keeping
 them: 1.3 of 43.2 GiB of a model with 2.5 billion parameters on an H200, for 0.3% of its time."""
+_TORCH_SETTINGS: dict[str, bool] = {}
+"""Torch's own values, while ours are used. One for all compiled models: one that was never closed, as where
+the state of a run could not be restored, must not pass ours on as torch's."""
 _RECOMPILES = logging.getLogger("torch._dynamo.guards.__recompiles")
 _PARTS: dict[str, type[nn.Module]] = {"experts": ExpertBank, "gate": Gate}
 _WARN_AFTER = 8  # recompilations before the run warns that its shapes keep changing
@@ -44,8 +47,7 @@ class Compiled:
         _TORCH_LOGGING.set_logs(recompiles=True)
         _RECOMPILES.propagate = False  # otherwise torch prints them on the screen
         _RECOMPILES.addHandler(self._handler)
-        self._settings = {name: getattr(_AUTOGRAD_SETTINGS, name) for name in _RECOMPUTATION}
-        _use_settings(_RECOMPUTATION)
+        _recompute_more()
         for module in self.modules:
             self._compile(module)
 
@@ -80,7 +82,7 @@ class Compiled:
 
     def close(self) -> None:
         """Stop listening to torch's recompilation log, and return to torch's settings."""
-        _use_settings(self._settings)
+        _restore_settings()
         _RECOMPILES.removeHandler(self._handler)
         _RECOMPILES.propagate = True
         _TORCH_LOGGING.set_logs()
@@ -96,9 +98,16 @@ class Compiled:
         )
 
 
-def _use_settings(settings: dict[str, bool]) -> None:
-    for name, value in settings.items():
+def _recompute_more() -> None:
+    for name, value in _RECOMPUTATION.items():
+        _TORCH_SETTINGS.setdefault(name, getattr(_AUTOGRAD_SETTINGS, name))
         setattr(_AUTOGRAD_SETTINGS, name, value)
+
+
+def _restore_settings() -> None:
+    for name, value in _TORCH_SETTINGS.items():
+        setattr(_AUTOGRAD_SETTINGS, name, value)
+    _TORCH_SETTINGS.clear()
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:

@@ -53,9 +53,9 @@ def evaluate_checkpoint(
     task = prepared.task
     parts = build_parts(config, plan, task, world, host_of=experts.host_of, experts=experts.layers)
     evaluation = build_evaluation(config, plan, task, world, parts)
-    if evaluation is None:
-        raise UserError("the task has no such data: its method returned None; choose another --split")
     try:
+        if evaluation is None:
+            raise UserError("the task has no such data: its method returned None; choose another --split")
         step = _restore(config, start, parts)
         evaluation.on_progress = _BatchCounter(evaluation, on_batch)
         fields = {"step": step, **evaluation()}
@@ -63,7 +63,10 @@ def evaluate_checkpoint(
         fields["generations"] = generate(parts.strategy, world, parts.precision, data, options)
         return fields
     finally:
-        evaluation.feed.close()
+        if evaluation is not None:
+            evaluation.feed.close()
+        if parts.compiled is not None:
+            parts.compiled.close()
 
 
 def _restore(config: Config, start: StartPoint, parts: ModelParts) -> int:

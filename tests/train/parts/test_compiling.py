@@ -58,6 +58,20 @@ def test_settings_of_torch_last_as_long_as_the_compiled_model() -> None:
     assert settings.ban_recompute_used_far_apart is True
 
 
+def test_settings_of_torch_return_after_a_model_that_was_never_closed() -> None:
+    settings: Any = importlib.import_module("torch._functorch.config")
+    model = nn.Sequential(nn.Linear(4, 3))
+    left_open = Compiled(model, "default", "all")
+    Compiled(model, "default", "all").close()
+    assert settings.ban_recompute_used_far_apart is True
+    settings.ban_recompute_used_far_apart = False  # by the user
+    try:
+        left_open.close()
+        assert settings.ban_recompute_used_far_apart is False
+    finally:
+        settings.ban_recompute_used_far_apart = True
+
+
 def test_only_the_chosen_parts_are_compiled() -> None:
     layer = MoELayer(8, [4, 4], 1)
     of_gate = Compiled(layer, "default", "gate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,13 @@ def test_damage_is_found_on_all_workers(trained: Path, tmp_path: Path) -> None:
         (damaged / file.name).write_bytes(data)
     with pytest.raises(CheckpointDamaged):
         evaluate(damaged)
+
+
+def test_a_compiled_model_leaves_the_settings_of_torch_as_they_were(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: Any = importlib.import_module("torch._functorch.config")
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend="eager"))
+    evaluate(checkpoint_of(trained, 6), compile="on")
+    assert settings.ban_recompute_used_far_apart is True
