@@ -75,12 +75,16 @@ class _Experts(torch.autograd.Function):
         return d_x_TD, None, *d_rows, *(d_matrices if trains_experts else [None] * len(matrices))
 
 
+_SECOND_PASS = (
+    "a second backward pass through the same experts: the first one wrote gradients over their hidden rows; "
+    "compute the forward pass again, or set --expert-kernel loop"
+)
+
+
 def _refuse_second_pass(ctx: Any) -> None:
+    """Raise before torch finds that a saved tensor has changed, which would not tell the reason."""
     if getattr(ctx, "is_used", False):
-        raise RuntimeError(
-            "a second backward pass through the same experts: the first one wrote gradients over their "
-            "hidden rows; compute the forward pass again, or set --expert-kernel loop"
-        )
+        raise RuntimeError(_SECOND_PASS)
     ctx.is_used = True
 
 
@@ -115,7 +119,10 @@ def _compute_backward(
     """Return the gradients of tokens and weights, and those of the matrices if they are trained.
 
     The hidden rows are overwritten. The operator does not declare it: a compiler would copy them first. None
-    but the forward pass of the same function has them."""
+    but the forward pass of the same function has them, unless a compiler merges two equal passes."""
+    if hidden._version:
+        raise RuntimeError(_SECOND_PASS)
+    torch.autograd.graph.increment_version(hidden)
     weights_R, counts_L, row_TK = Rows(*rows)
     weights_R = weights_R.contiguous()
     num_rows = len(weights_R)
