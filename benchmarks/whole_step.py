@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.memory_peak import memory_report
 from benchmarks.peer_steps import free_memory, timed_steps, transformers_step
+from benchmarks.plain_path import plain_path
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
 from orchestrator.measure.timed_steps import ignore_events, step_seconds
@@ -103,7 +104,7 @@ def main() -> None:
     peak_flops = _measured_peak(device, 512 if arguments.small else 8192)
     config = _config(sizes, arguments)
     details = ""
-    with _our_steps(config) as run:
+    with plain_path() if arguments.plain else nullcontext(), _our_steps(config) as run:
         seconds = step_seconds(run, arguments.steps, device=device)
         peak = peak_memory(device)["allocated"]
         if arguments.profile:
@@ -112,11 +113,15 @@ def main() -> None:
             details += memory_report(run, run.stepper, device)
         losses = [float(loss) for loss in run.losses]
     del run
-    rows = [Row(f"ours, {'compiled' if arguments.compile else 'eager'}", seconds, peak, losses)]
+    path = "torch's own operations" if arguments.plain else "ours"
+    rows = [Row(f"{path}, {'compiled' if arguments.compile else 'eager'}", seconds, peak, losses)]
     if arguments.peers:
         rows += [_transformers(sizes, arguments, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     if arguments.losses is not None:
         arguments.losses.write_text(json.dumps(losses), encoding="utf-8")
+    if arguments.compare is not None:
+        others = json.loads(arguments.compare.read_text(encoding="utf-8"))
+        details += _difference_of_losses(losses, others, arguments.compare.name)
     text = header("The whole step of a decoder with experts", arguments)
     text += f"Peak of a bf16 product in this run: {peak_flops / 1e12:,.0f} TFLOP/s.\n\n"
     publish(text + _table(rows, sizes, peak_flops) + details, arguments.out)
@@ -131,7 +136,9 @@ def _arguments() -> argparse.Namespace:
         "--memory", action="store_true", help="also the tensors at the peak of a GPU's memory"
     )
     parser.add_argument("--peers", action="store_true", help="also the Mixtral of transformers")
-    parser.add_argument("--losses", type=Path, help="write the losses of our steps to this file")
+    parser.add_argument("--plain", action="store_true", help="torch's own operations instead of ours")
+    parser.add_argument("--losses", type=Path, help="write the losses of the steps to this file")
+    parser.add_argument("--compare", type=Path, help="compare the losses with those in this file")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", help="further settings of our run"
@@ -260,6 +267,16 @@ def _kernel_table(run: StepRun, device: torch.device) -> str:
 
 def _self_us(event: Any, device: torch.device) -> float:
     return event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+
+
+def _difference_of_losses(losses: Sequence[float], others: Sequence[float], name: str) -> str:
+    """Return the differences of the losses of two runs, over the steps that both have."""
+    differences = [abs(one - other) for one, other in zip(losses, others, strict=False)]
+    mean, largest = statistics.mean(differences), max(differences)
+    return (
+        f"\nLosses of {len(differences)} steps against {name}: they differ by {mean:.5f} in the mean and by "
+        f"{largest:.5f} at most, in step {differences.index(largest) + 1}.\n"
+    )
 
 
 def _table(rows: Sequence[Row], sizes: Sizes, peak_flops: float) -> str:
