@@ -63,6 +63,7 @@ FLAGS_OF_OTHERS = frozenset(
         "--dashboard-port",
         "--every",
         "--extras",
+        "--fp8",
         "--from-env-file",
         "--from-file",
         "--generate",
