@@ -135,17 +135,7 @@ def _profiled(step: Any) -> Overlap:
 
 def _stepper(world: World, sizes: Sizes, chunks: int) -> tuple[Stepper, Any]:
     """Build a host's stepper, and its batches without an end."""
-    config = Config.of(
-        task="synthetic",
-        width=sizes.width,
-        layers=sizes.layers,
-        experts=sizes.experts,
-        expert_hidden_size=[sizes.hidden],
-        top_k=sizes.top_k,
-        vocabulary=sizes.vocabulary,
-        sequence_length=sizes.sequence_length,
-        samples=sizes.batch * 16,
-    )
+    config = Config.of(**sizes.settings)
     task = load_task(config)
     model = task.build_model()
     model.train().to(world.device)

@@ -61,6 +61,21 @@ class Sizes:
         return self.batch * self.sequence_length
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the model and its data in a run of ours."""
+        return {
+            "task": "synthetic",
+            "width": self.width,
+            "layers": self.layers,
+            "experts": self.experts,
+            "expert_hidden_size": [self.hidden],
+            "top_k": self.top_k,
+            "vocabulary": self.vocabulary,
+            "sequence_length": self.sequence_length,
+            "samples": self.batch * 64,
+        }
+
+    @property
     def flops_per_token(self) -> float:
         """FLOPs of products, forward and backward; attention over half of the sequence, as it is causal."""
         experts = self.top_k * 3 * self.width * self.hidden
@@ -152,16 +167,8 @@ def _arguments() -> argparse.Namespace:
 def _config(sizes: Sizes, arguments: argparse.Namespace) -> Config:
     further: dict[str, Any] = dict(pair.split("=", 1) for pair in arguments.set)
     return Config.of(
-        task="synthetic",
-        width=sizes.width,
-        layers=sizes.layers,
-        experts=sizes.experts,
-        expert_hidden_size=[sizes.hidden],
-        top_k=sizes.top_k,
-        vocabulary=sizes.vocabulary,
-        sequence_length=sizes.sequence_length,
+        **sizes.settings,
         batch_size=sizes.batch,
-        samples=sizes.batch * 64,
         max_steps=arguments.steps + 100,
         warmup_steps=10,
         learning_rate=3e-4,

@@ -67,7 +67,7 @@ def _check_fp8_device(inventory: Inventory, device: str) -> None:
         found = f"{lacking[0].name} has compute capability {major}.{minor}"
     raise UserError(
         f"--precision fp8 needs GPUs of compute capability 9 or 10 (H100, H200, B200), and {found}; "
-        "use --precision bf16"
+        "leave it out, and the plan chooses what the device has"
     )
 
 
