@@ -90,22 +90,51 @@ def row_product(
     ``rows_RK[token_R[r]]``. Only the rows of these experts are written, into ``result_RN`` if it is
     given. It equals ``grouped_product``."""
     num_rows = len(rows_RK if token_R is None else token_R)
-    _, inner, outer = weights_EKN.shape
+    outer = weights_EKN.shape[2]
     transposed = weights_EKN.stride(2) != 1
     if result_RN is None:
         result_RN = rows_RK.new_empty(num_rows, outer)
-    columns = min(256, 1 << (outer - 1).bit_length())
+    operands = Operands(rows_RK, weights_EKN.transpose(1, 2) if transposed else weights_EKN, transposed)
+    launch_product(operands, tiles, result_RN, token_R, SIZE_MULTIPLE, 4 if token_R is None else 3)
+    return result_RN
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Rows and the matrices of experts, contiguous: ENK if ``transposed``, else EKN.
+
+    With scales, row r of the product is multiplied by the scale of its row or token, and column n of
+    expert e by its own."""
+
+    rows_RK: Tensor
+    matrices: Tensor
+    transposed: bool
+    row_scales: Tensor | None = None
+    column_scales_EN: Tensor | None = None
+
+
+def launch_product(
+    operands: Operands,
+    tiles: RowTiles,
+    result_RN: Tensor,
+    token_R: Tensor | None,
+    inner_block: int,
+    stages: int,
+) -> None:
+    """Multiply the rows of each expert by its matrix, as ``row_product`` does."""
+    rows_RK, matrices = operands.rows_RK, operands.matrices
+    inner, outer = rows_RK.shape[1], result_RN.shape[1]
     # Fastest of six tiles on an H200: 590 to 710 TFLOP/s, where torch's grouped product has 500 to 620.
-    blocks = {"BM": tiles.height, "BN": columns, "BK": SIZE_MULTIPLE}
-    matrices = weights_EKN.transpose(1, 2) if transposed else weights_EKN
-    matrix_block = [columns, SIZE_MULTIPLE] if transposed else [SIZE_MULTIPLE, columns]
-    rows = rows_RK if token_R is not None else descriptor(rows_RK, [tiles.height, SIZE_MULTIPLE])
-    programs = num_processors(rows_RK.device.index)
+    columns = min(256, 1 << (outer - 1).bit_length())
+    matrix_block = [columns, inner_block] if operands.transposed else [inner_block, columns]
+    programs = _num_processors(rows_RK.device.index)
     with torch.cuda.device_of(rows_RK):
         compiled(_product_kernel)[(programs,)](
-            rows,
-            descriptor(matrices.reshape(-1, matrices.shape[2]), matrix_block),
+            rows_RK if token_R is not None else _descriptor(rows_RK, [tiles.height, inner_block]),
+            _descriptor(matrices.reshape(-1, matrices.shape[2]), matrix_block),
             result_RN,
+            operands.row_scales,
+            operands.column_scales_EN,
             tiles.count_1 if token_R is None else token_R,
             tiles.expert_J,
             tiles.first_row_J,
@@ -113,14 +142,16 @@ def row_product(
             tiles.ends_E,
             outer,
             K=inner,
-            TRANSPOSED=transposed,
+            TRANSPOSED=operands.transposed,
             GATHER=token_R is not None,
+            SCALED=operands.row_scales is not None,
             PROGRAMS=programs,
-            **blocks,
+            BM=tiles.height,
+            BN=columns,
+            BK=inner_block,
             num_warps=8 if tiles.height * columns > 128 * 128 else 4,
-            num_stages=4 if token_R is None else 3,
+            num_stages=stages,
         )
-    return result_RN
 
 
 def weight_gradient(left_RK: Tensor, right_RN: Tensor, tiles: RowTiles) -> Tensor:
@@ -149,7 +180,7 @@ def weight_gradient(left_RK: Tensor, right_RN: Tensor, tiles: RowTiles) -> Tenso
     return result_EKN
 
 
-def descriptor(matrix: Tensor, block: list[int]) -> Any:
+def _descriptor(matrix: Tensor, block: list[int]) -> Any:
     """Describe a matrix whose blocks are copied by the tensor memory accelerator."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
@@ -157,7 +188,7 @@ def descriptor(matrix: Tensor, block: list[int]) -> Any:
 
 
 @cache
-def num_processors(device: int) -> int:
+def _num_processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -201,6 +232,8 @@ def _product_kernel(
     rows,
     matrices,
     out,
+    row_scales,
+    column_scales,
     token_of,
     expert_of,
     first_row,
@@ -210,6 +243,7 @@ def _product_kernel(
     K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     GATHER: tl.constexpr,
+    SCALED: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -245,6 +279,10 @@ def _product_kernel(
                 right = matrices.load([expert * K + k, column_tile * BN])
             total = tl.dot(left, right, total)
         column = column_tile * BN + tl.arange(0, BN)
+        if SCALED:
+            row_scale = tl.load(row_scales + token, mask=inside, other=0.0)
+            column_scale = tl.load(column_scales + expert * N + column, mask=column < N, other=0.0)
+            total = total * row_scale[:, None] * column_scale[None, :]
         place = out + row.to(tl.int64)[:, None] * N + column[None, :]
         tl.store(place, total.to(out.dtype.element_ty), mask=inside[:, None] & (column < N)[None, :])
 
