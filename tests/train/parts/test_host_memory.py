@@ -1,4 +1,7 @@
-"""Freed memory stays with the process that trains."""
+"""Freed memory stays with the process that trains.
+
+The blocks are glibc's own: builds of torch for ARM have an allocator besides, which keeps and returns
+pages by rules of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from orchestrator.train.parts.host_memory import keep_freed_memory
 from orchestrator.types import MIB
 
 needs_glibc = pytest.mark.skipif(host_memory._glibc() is None, reason="only glibc has mallopt")
-NUM_ELEMENTS = 2**21  # 8 MB in fp32, 2,048 pages
+NUM_BLOCKS = 20
+BLOCK_BYTES = 8 * MIB
 
 
 def faults_of_a_step() -> int:
@@ -21,10 +25,18 @@ def faults_of_a_step() -> int:
     their places within a few."""
     before = 0
     for _ in range(8):
-        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-        blocks = [torch.ones(NUM_ELEMENTS) for _ in range(20)]
-        del blocks
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        before = num_faults()
+        allocate_and_free()
+    return num_faults() - before
+
+
+def allocate_and_free() -> None:
+    blocks = [bytearray(b"1") * BLOCK_BYTES for _ in range(NUM_BLOCKS)]
+    del blocks
+
+
+def num_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
 def faults_in_a_thread(device: str) -> int:
@@ -50,10 +62,8 @@ def test_a_later_step_finds_the_pages_of_an_earlier_one() -> None:
 
 @needs_glibc
 def test_memory_is_returned_after_the_run() -> None:
-    """Memory of glibc: builds of torch for ARM have an allocator of their own, which keeps what it has."""
     with keep_freed_memory(torch.device("cpu")):
-        blocks = [bytearray(b"1") * (8 * MIB) for _ in range(20)]
-        del blocks
+        allocate_and_free()
         kept = resident_bytes()
     assert kept - resident_bytes() > 100 * MIB
 
