@@ -24,6 +24,7 @@ from experts.placement.placement import (
 )
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
+from orchestrator.plan.compute import with_memory_settings
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan
 from orchestrator.train.parts.world import World
@@ -105,6 +106,7 @@ def decide_placement(
     hosts that each hold all experts, it is the placement on the first group. ``name`` is used once per
     generation of the group.
     """
+    facts = with_memory_settings(config, facts)
     # Measured speeds differ from one measurement to the next: a deterministic run uses none.
     is_measured = not config.run.deterministic
     own = own_device(plan, world, known) if is_measured else MeasuredDevice(plan.device.value, 1.0)
@@ -141,10 +143,13 @@ class PredictedPlacement:
 
 
 def predict_placement(config: Config, plan: Plan, facts: ModelFacts) -> PredictedPlacement | None:
-    """Predict the placement of a new run without measuring; None unless the plan is expert parallel."""
+    """Predict the placement of a new run without measuring; None unless the plan is expert parallel.
+
+    With several groups of hosts it is that of the first, as in a run."""
     if plan.strategy.value != "expert_parallel":
         return None
-    hosts = [HostFacts(1.0, _memory_left(plan.memory.limit, plan, facts))] * plan.workers.value
+    facts = with_memory_settings(config, facts)
+    hosts = [HostFacts(1.0, _memory_left(plan.memory.limit, plan, facts))] * _hosts_of_group(plan)
     layers = _place_layers(config, plan, facts, hosts, {}, ())
     if plan.placement.value == "round_robin":
         assumes = "in turn"
@@ -252,6 +257,11 @@ def _memory_left(limit: float | None, plan: Plan, facts: ModelFacts) -> float:
     """Return the limit less the dense part and the activations."""
     if limit is None:
         return math.inf
-    most_experts = -(-facts.experts // plan.workers.value)
+    most_experts = -(-facts.experts // _hosts_of_group(plan))
     local_parameters = facts.expert_parameters * most_experts / max(1, facts.experts)
     return max(0.0, limit - (plan.memory.total - facts.expert_state_bytes * local_parameters))
+
+
+def _hosts_of_group(plan: Plan) -> int:
+    """Return the number of hosts that together hold every expert once."""
+    return max(1, plan.workers.value // plan.expert_replicas.value)

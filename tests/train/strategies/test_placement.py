@@ -117,6 +117,42 @@ def test_the_state_of_an_expert_is_that_of_its_optimizer() -> None:
         assert [cost.bytes for cost in costs] == [100 * state_bytes, 300 * state_bytes]
 
 
+@pytest.mark.parametrize(
+    ("settings", "state_bytes"),
+    [({"optimizer": "sgd", "momentum": 0.0}, 8), ({"optimizer": "sgd"}, 12), ({"ema_decay": 0.9}, 20)],
+    ids=str,
+)
+def test_placements_count_the_state_of_the_optimizer_in_the_settings(
+    settings: dict[str, Any], state_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The facts of a traced model know nothing of them."""
+    placed: list[list[float]] = []
+
+    def note_bytes(experts: list[ExpertCost], *rest: Any) -> Placement:
+        placed.append([expert.bytes for expert in experts])
+        return place(experts, *rest)
+
+    monkeypatch.setattr(placement_module, "place", note_bytes)
+    config = Config.of(parallel_strategy="expert_parallel", workers=2, deterministic=True, **settings)
+    facts = model(experts=2, moe_layers=1, expert_parameters=400, expert_weights=((100, 300),))
+    chosen = plan(config, machine(), facts)
+    predict_placement(config, chosen, facts)
+    decide_placement(config, chosen, facts, World.single_process(), {}, ())
+    assert placed == [[100 * state_bytes, 300 * state_bytes]] * 2
+
+
+def test_each_group_of_hosts_has_memory_for_every_expert() -> None:
+    """Two groups of two hosts: the plan counts half of the experts on each host."""
+    config = Config.of(parallel_strategy="expert_parallel", workers=4, expert_replicas=2)
+    facts = model(experts=4, moe_layers=1, expert_parameters=400_000, expert_weights=((100_000,) * 4,))
+    chosen = plan(config, machine(), facts)
+    exactly_full = replace(chosen, memory=replace(chosen.memory, limit=chosen.memory.total))
+    predicted = predict_placement(config, exactly_full, facts)
+    assert predicted is not None
+    (layer,) = predicted.layers
+    assert sorted(layer.host_of) == [0, 0, 1, 1]
+
+
 def test_memory_for_experts_is_the_limit_less_the_dense_part() -> None:
     """Three hosts of five experts: the estimate counts two of them on a host."""
     config = Config.of(parallel_strategy="expert_parallel", workers=3)
