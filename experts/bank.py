@@ -303,14 +303,21 @@ class ExpertBank(nn.Module):
             )
 
     def _can_fuse(self, device: torch.device, dtype: torch.dtype) -> bool:
-        if self.kind != "swiglu" or not self.form.is_plain or self._kernels(device, dtype) != {"grouped"}:
+        if self.kind != "swiglu" or not self.form.is_plain:
+            return False
+        sizes = [group.hidden for group in self.classes]
+        # Of any number of experts, unlike torch's grouped products.
+        if {choose_kernel(self.kernel, device, dtype, self.width, size) for size in sizes} != {"grouped"}:
             return False
         works = fp8_experts.works if self.fp8 else fused_experts.works
-        return works(device, dtype, self.width, [group.hidden for group in self.classes])
+        return works(device, dtype, self.width, sizes)
 
     def _kernels(self, device: torch.device, dtype: torch.dtype) -> set[Kernel]:
         """Return the kernels of all size classes."""
-        return {choose_kernel(self.kernel, device, dtype, self.width, group.hidden) for group in self.classes}
+        return {self._kernel(group, device, dtype) for group in self.classes}
+
+    def _kernel(self, group: SizeClass, device: torch.device, dtype: torch.dtype) -> Kernel:
+        return choose_kernel(self.kernel, device, dtype, self.width, group.hidden, len(group.rows))
 
     def _unused_bytes(self, num_rows: int, itemsize: int) -> int:
         """Return how much longer the kept buffer is than the hidden rows, if experts have even shares."""
@@ -343,7 +350,7 @@ class ExpertBank(nn.Module):
         """Compute the experts of one size class."""
         dtype = rows_RD.dtype
         weights = self._class_weights(group, dtype)
-        kernel = choose_kernel(self.kernel, rows_RD.device, dtype, self.width, group.hidden)
+        kernel = self._kernel(group, rows_RD.device, dtype)
         compiling = torch.compiler.is_compiling()
         # The compiler supports grouped products in bf16 only; in a traced model their FLOPs would
         # not be counted.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from experts.kernels.grouped import grouped_works
+from experts.kernels.grouped import MAX_GROUPS, grouped_works
 from experts.types import Kernel
 
 
@@ -16,21 +16,23 @@ def choose_kernel(
     dtype: torch.dtype,
     width: int,
     hidden: int,
+    experts: int = 1,
 ) -> Kernel:
-    """Return ``loop`` or ``grouped``.
+    """Return ``loop`` or ``grouped`` for so many experts of one size.
 
     Raises ValueError where ``grouped`` is requested and does not work."""
-    works = grouped_works(device, dtype, width, hidden)
+    fused = is_fused(device, dtype)
+    works = grouped_works(device, dtype, width, hidden) and not (fused and experts > MAX_GROUPS)
     if requested == "grouped" and not works:
         raise ValueError(
             f"the grouped kernel does not take experts of {width} × {hidden} in {dtype} on "
-            f"{device.type}; it needs "
-            "fp32, bf16 or fp16 and sizes in multiples of 16 bytes: use --expert-kernel auto"
+            f"{device.type}, {experts} of one size; it needs fp32, bf16 or fp16, sizes in multiples of 16 "
+            f"bytes and, where it is fused, at most {MAX_GROUPS} of one size: use --expert-kernel auto"
         )
     if requested != "auto":
         return requested
     # On a GPU only the fused kernel is faster; on a CPU the operator is faster in fp32.
-    faster = dtype == torch.float32 if device.type == "cpu" else is_fused(device, dtype)
+    faster = dtype == torch.float32 if device.type == "cpu" else fused
     return "grouped" if works and faster else "loop"
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts.kernels.fused import Span, contiguous_like
+from experts.kernels.grouped import MAX_GROUPS
 from experts.kernels.row_products import RowTiles, weight_gradient
 
 
@@ -82,6 +83,8 @@ def weight_gradients(
 
 def _first_rows_product(left_RK: Tensor, right_RN: Tensor, tiles: RowTiles) -> Tensor:
     """Compute ``weight_gradient`` for experts that have the first rows, by torch's faster operator."""
+    if len(tiles.ends_E) > MAX_GROUPS:
+        return weight_gradient(left_RK, right_RN, tiles)
     return F.grouped_mm(left_RK.t(), right_RN, offs=tiles.ends_E)
 
 

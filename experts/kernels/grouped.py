@@ -17,6 +17,8 @@ from experts.types import Kind
 
 _STRIDE_BYTES = 16  # the operator needs strides in multiples of this
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_GROUPS = 1023
+"""The most groups that the operator takes where it is fused: one block of threads prepares them."""
 
 
 def grouped_works(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> bool:

@@ -110,6 +110,13 @@ def compare_with_oracle(bank: ExpertBank, x_TD: Tensor, trip_of: tuple[Tensor, f
         assert error <= 1.1 * plain_error + 1e-6, (name, error, plain_error)
 
 
+def test_there_may_be_more_experts_than_torchs_grouped_product_takes() -> None:
+    """It refuses 1,024 groups: gradients of weights are then left to our own kernel."""
+    bank = ExpertBank(64, [64] * 1100).to(DEVICE, torch.bfloat16)
+    x_TD = draw(300, 64, seed=2).bfloat16()
+    compare_with_oracle(bank, x_TD, (choose(300, 1100, 4, "even"), 0.0))
+
+
 SIZES = {
     "two": (300, (64, 128), 1, "even"),
     "three": (515, (192, 64, 64, 128, 64, 192, 64), 3, "skewed"),

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts.bank import ExpertBank
+from experts.kernels import expert_tables, fused
 from experts.kernels.choice import choose_kernel, is_fused
+from experts.kernels.expert_tables import TiledClass
 from experts.kernels.grouped import (
     bounded_offsets,
     checked_offsets,
@@ -24,6 +26,7 @@ from experts.kernels.grouped import (
     grouped_works,
 )
 from experts.kernels.loop import activate, experts_loop, row_counts
+from experts.kernels.row_products import RowTiles
 from experts.model import initialise
 from experts.types import Kernel, Kind
 
@@ -280,7 +283,7 @@ def test_the_grouped_kernel_works_for_some_types_and_sizes(
     if works:
         assert choose_kernel("grouped", CPU, dtype, width, hidden) == "grouped"
         return
-    message = f"does not take experts of {width} × {hidden} in {dtype} on cpu; .*--expert-kernel auto"
+    message = f"does not take experts of {width} × {hidden} in {dtype} on cpu, .*--expert-kernel auto"
     with pytest.raises(ValueError, match=message):
         choose_kernel("grouped", CPU, dtype, width, hidden)
 
@@ -301,6 +304,47 @@ def test_on_a_cpu_the_type_decides_and_the_loop_can_be_forced(
     assert not is_fused(CPU, dtype)
     assert choose_kernel("auto", CPU, dtype, width, hidden) == chosen
     assert choose_kernel("loop", CPU, dtype, width, hidden) == "loop"
+
+
+def test_more_experts_than_a_fused_product_takes_are_computed_in_a_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch refuses them: "Can't process more than 1024 groups"."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    gpu = torch.device("cuda", 0)
+    sizes = (gpu, torch.bfloat16, 64, 32)
+    assert choose_kernel("auto", *sizes, 1023) == "grouped"
+    assert choose_kernel("auto", *sizes, 1024) == "loop"
+    with pytest.raises(ValueError, match=r"64 × 32 .* 1024 of one size; .* at most 1023 of one size"):
+        choose_kernel("grouped", *sizes, 1024)
+    bank = ExpertBank(64, [32] * 1024)
+    assert bank.waits_for_counts(gpu, torch.bfloat16)
+    assert not ExpertBank(64, [32] * 1023).waits_for_counts(gpu, torch.bfloat16)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_our_own_kernels_compute_any_number_of_experts(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(fused, "available", lambda: True)
+    bank = ExpertBank(64, [64] * 1024)
+    bank.fp8 = fp8
+    assert not bank.waits_for_counts(torch.device("cuda", 0), torch.bfloat16)
+
+
+@pytest.mark.parametrize("experts", [1023, 1024])
+def test_gradients_of_many_experts_are_left_to_our_kernel(
+    experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first size class: that of the others is ours anyway."""
+    used: list[str] = []
+    monkeypatch.setattr(expert_tables.F, "grouped_mm", lambda *_, **__: used.append("torch"))
+    monkeypatch.setattr(expert_tables, "weight_gradient", lambda *_: used.append("ours"))
+    number_E = torch.arange(experts, dtype=torch.int32)
+    tiles = RowTiles(64, number_E, number_E, number_E[:1], number_E, number_E + 1)
+    matrices = torch.zeros(experts, 1, 1)
+    rows = torch.zeros(experts, 1)
+    expert_tables.weight_gradients([rows], [rows], [TiledClass(matrices, matrices, tiles)])
+    assert used == ["torch" if experts == 1023 else "ours"]
 
 
 def test_a_bank_computes_the_same_with_each_kernel() -> None:
