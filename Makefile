@@ -66,8 +66,13 @@ PYTHONS ?= $(PYTHON)
 try-install: $(VENV)/.installed-dev
 	$(BIN)/python -m release.try_install --pythons $(PYTHONS)
 
+# tests on a GPU, with the packages of $(PYTHON): several processes share it, then those that need it alone run.
+# make gpu ARGS='--outcomes FILE' keeps each outcome; with --rest the tests that passed there are left out
+GPU_TESTS := $(PYTHON) -m pytest -p tests.support.outcomes tests/gpu
 gpu:
-	$(PYTHON) -m pytest -m gpu $(ARGS)
+	$(GPU_TESTS) -m 'gpu and not whole_gpu and not slow' -n 4 --dist worksteal $(ARGS); first=$$?; \
+	$(GPU_TESTS) -m 'gpu and (whole_gpu or slow)' --timeout=3600 $(ARGS); second=$$?; \
+	[ $$first -eq 0 -o $$first -eq 5 ] && [ $$second -eq 0 -o $$second -eq 5 ]
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed; found: $$($(PYTHON) --version). Use: make PYTHON=python3.12"; exit 1; }

@@ -24,10 +24,7 @@ from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
 from tests.support.steppers import Events, run_steps, weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 STEPS = 30
 DENSE: dict[str, Any] = {

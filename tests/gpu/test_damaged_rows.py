@@ -12,10 +12,7 @@ from experts.kernels.grouped import experts_grouped
 from experts.tokens.received_rows import InvalidRows
 from tests.support.damaged_rows import DamagingExchange, compute_layer, make_layer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SIZES = [8, 8, 16, 8, 16, 8, 8]
 
 

@@ -17,11 +17,7 @@ from tests.support.lm_runs import GLOBAL_BATCH, PLACEMENTS, STEPS
 from tests.support.ranks import run_ranks
 from tests.support.steppers import make_stepper, mean_loss, run_steps
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 GPU = torch.device("cuda:0")
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "whole": ({}, "none"),

@@ -1,4 +1,4 @@
-"""Memory and power of a GPU among the metrics of a run.
+"""Memory and power of a GPU, read by the monitor and among the metrics of a run.
 
 Run with ``make gpu``."""
 
@@ -14,12 +14,10 @@ from orchestrator.config.settings import Config
 from orchestrator.record.events import read_events
 from orchestrator.record.live.exposition import exposition
 from orchestrator.record.live.state import RunState
+from orchestrator.record.monitor import Monitor
 from orchestrator.trainer import Trainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_memory_and_power_of_the_gpu_are_exported(tmp_path: Path) -> None:
@@ -40,3 +38,17 @@ def test_memory_and_power_of_the_gpu_are_exported(tmp_path: Path) -> None:
     assert figures["memory_size_bytes"] > figures["memory_used_bytes"] > torch.cuda.max_memory_allocated()
     assert figures["power_watts"] > 1
     assert 0 <= figures["utilization_ratio"] <= 1
+
+
+def test_a_real_gpu() -> None:
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(0))
+    monitor = Monitor(gpu_indices=(0, uuid))
+    by_index, by_uuid = monitor.record().devices
+    assert monitor.info()["gpu_error"] is None
+    assert by_index.index == by_uuid.index == 0
+    assert by_index.name == by_uuid.name
+    for name in ("memory_used", "memory_total", "utilization", "memory_utilization", "temperature", "power"):
+        assert getattr(by_index, name) is not None, name

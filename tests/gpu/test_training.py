@@ -30,10 +30,7 @@ from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
 from tests.support.steppers import Events, assert_gradients_equal, gradients
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 DENSE: dict[str, Any] = {
     "task": "synthetic",

@@ -10,10 +10,7 @@ import torch
 from experts.transformers.registration import use
 from tests.support.families import FAMILIES, build, tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Of the mean loss. A router in bf16 may choose other experts in a tie."""
 
