@@ -26,7 +26,7 @@ slow: $(VENV)/.installed-dev
 
 # hosts killed a hundred times over one run, and plain Ray Train beside it; make soak ARGS='--minutes 10 --every 60' for the goodput
 soak: $(VENV)/.installed-dev
-	$(BIN)/python -m benchmarks.chaos --plain 5 $(ARGS)
+	$(BIN)/python -m benchmarks.recovery.chaos --plain 5 $(ARGS)
 
 # mutation testing of the numeric core; make mutants ARGS='--count 100 --seed 0 experts/gate.py'
 mutants: $(VENV)/.installed-dev

@@ -13,6 +13,7 @@ from pathlib import Path
 from orchestrator.plan.inventory.hardware import inventory
 
 _SHOWN_VERSIONS = ("python", "torch", "cuda", "ray")
+_FOLDER = Path(__file__).resolve().parent
 
 
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
@@ -31,16 +32,23 @@ def header(title: str, arguments: argparse.Namespace) -> str:
     versions = ", ".join(
         f"{name} {version}" for name, version in hardware.versions.items() if name in _SHOWN_VERSIONS
     )
-    module = Path(sys.argv[0]).stem
     flags = " ".join(
         _flag(name, value)
         for name, value in vars(arguments).items()
         if value not in (None, False) and name != "out"
     )
-    command = f"python -m benchmarks.{module} {flags}"
+    command = f"python -m {_module_name()} {flags}"
     found = hardware.versions.get("commit")
     commit = found[:7] if found else "unknown: no git repository"
     return f"# {title}\n\n{date.today()}, {device}, {versions}.\nCommit {commit}.\nCommand: `{command}`\n\n"
+
+
+def _module_name() -> str:
+    """Return the name by which ``python -m`` starts this program again."""
+    program = Path(sys.argv[0]).resolve()
+    # A test may give a bare name, which is in none of the folders.
+    inside = program.relative_to(_FOLDER) if program.is_relative_to(_FOLDER) else Path(program.name)
+    return ".".join([_FOLDER.name, *inside.with_suffix("").parts])
 
 
 def _flag(name: str, value: object) -> str:

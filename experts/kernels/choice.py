@@ -1,6 +1,6 @@
 """Choice of the kernel that computes the experts.
 
-Where both work, it is the one that ``benchmarks/expert_kernels.py`` measured to be faster."""
+Where both work, it is the one that ``benchmarks/moe/expert_kernels.py`` measured to be faster."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.exchange_memory import Case, LiveBytes, Shape, peak_bytes
+from benchmarks.parallel.exchange_memory import Case, LiveBytes, Shape, peak_bytes
 
 SHAPE = Shape(tokens=512, width=64, experts=128)
 CPU = torch.device("cpu")
