@@ -25,7 +25,7 @@ _FENCE = re.compile(r"^```(\w+) no-run$", flags=re.MULTILINE)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the results of the benchmarks, the list of changes, and the sources that pages link to."""
     results = sorted(ROOT.glob(f"{RESULTS}/*.md"))
-    others = ("benchmarks/LOG.md", "examples/README.md", "CHANGELOG.md")
+    others = ("benchmarks/LOG.md", "benchmarks/README.md", "examples/README.md", "CHANGELOG.md")
     pages = [*results, *(ROOT / name for name in others)]
     for path in {*pages, *_linked_sources()}:
         uri = path.relative_to(ROOT).as_posix()
