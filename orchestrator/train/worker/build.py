@@ -71,13 +71,39 @@ def build_training(
 
     ``snapshots`` is the target of this host's snapshots. Raises ``OtherExperts`` if the state has other
     experts than ``experts``."""
+    prepared = worker.prepared
+    experts = experts or PlacedExperts()
+    parts = build_parts(
+        prepared.resolved.config,
+        prepared.plan,
+        prepared.task,
+        worker.world,
+        worker.log.write,
+        experts.host_of,
+        experts.layers,
+    )
+    try:
+        return _complete_training(worker, parts, experts, resume, snapshots)
+    except BaseException:
+        # Nobody else has the parts yet, and torch's settings are those of the process.
+        if parts.compiled is not None:
+            parts.compiled.close()
+        raise
+
+
+def _complete_training(
+    worker: WorkerContext,
+    parts: ModelParts,
+    experts: PlacedExperts,
+    resume: ResumeFrom | None,
+    snapshots: SnapshotTarget | None,
+) -> Training:
+    """Build the data, and restore the state that the run starts from."""
     config = worker.prepared.resolved.config
     plan = worker.prepared.plan
     task = worker.prepared.task
     world = worker.world
     log = worker.log
-    experts = experts or PlacedExperts()
-    parts = build_parts(config, plan, task, world, log.write, experts.host_of, experts.layers)
     feed = build_feed(config, plan, task, world)
     _connect(feed, worker)
     evaluation = build_evaluation(config, plan, task, world, parts, worker.heartbeat)

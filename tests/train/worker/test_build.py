@@ -1,0 +1,34 @@
+"""Building the training of a worker, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.trainer import Trainer
+
+
+def test_a_run_that_cannot_start_leaves_the_settings_of_torch_as_they_were(tmp_path: Path) -> None:
+    settings: Any = importlib.import_module("torch._functorch.config")
+    before = settings.ban_recompute_used_far_apart
+    recompiles = logging.getLogger("torch._dynamo.guards.__recompiles")
+    handlers = list(recompiles.handlers)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    data = (torch.zeros(8, 3), torch.zeros(8, dtype=torch.int64))
+    config = Config.of(epochs=1, compile="on", early_stopping_patience=2, run_dir=tmp_path / "run")
+    with pytest.raises(UserError, match="needs validation data"):
+        Trainer(nn.Linear(3, 2), data=data, loss=loss, config=config, quiet=True).fit()
+    assert before is True
+    assert settings.ban_recompute_used_far_apart is True
+    assert recompiles.handlers == handlers
