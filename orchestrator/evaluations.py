@@ -71,7 +71,10 @@ class CheckpointEvaluation:
                 f"command line can name; evaluate it in Python: Trainer(...).evaluate({location!r})"
             )
         self._checkpoint.check_writable()
-        return with_split(own_task or load_task(config, self._checkpoint.path.parent.parent), self._split)
+        task = own_task or load_task(config, self._checkpoint.path.parent.parent)
+        # Now, and not when the data has been evaluated.
+        self._options.check_task(task)
+        return with_split(task, self._split)
 
     def run_in_process(self, prepared: PreparedRun) -> EvaluationResult:
         from orchestrator.train.parts.world import World

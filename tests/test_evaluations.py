@@ -45,6 +45,13 @@ class Splits(Blobs):
         return None
 
 
+class NeverEvaluated(Splits):
+    """Fails where the data is evaluated."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        raise AssertionError("the data was evaluated")
+
+
 def trainer(folder: Path, task: Any = None, **changes: Any) -> Trainer:
     return Trainer(task=task or Splits(), config=settings(folder, **changes), quiet=True)
 
@@ -237,6 +244,8 @@ def test_mistakes_are_told_before_anything_is_evaluated(run: Path, tmp_path: Pat
         evaluating().evaluate(run, split="hidden")
     with pytest.raises(UserError, match="has another model"):
         evaluating(Splits(width=5)).evaluate(run)
+    with pytest.raises(UserError, match="--prompts: the task generates no text"):
+        evaluating(NeverEvaluated()).evaluate(run, prompts=["a"])
     assert not list((run / "checkpoints").glob("*.json"))
 
 

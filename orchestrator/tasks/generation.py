@@ -31,6 +31,11 @@ class GenerationOptions:
         texts = tuple(text for prompt in prompts for text in _texts(prompt))
         return cls(texts, max_new_tokens)
 
+    def check_task(self, task: Any) -> None:
+        """Refuse prompts for a task that cannot continue them."""
+        if self.prompts and not hasattr(task, "prompts"):
+            raise UserError("--prompts: the task generates no text; leave it out, or evaluate a run of lm")
+
 
 @dataclass(frozen=True)
 class Prompt:

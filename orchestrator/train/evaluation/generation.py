@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from experts.context import StepContext
-from orchestrator.errors import UserError
 from orchestrator.tasks.generation import Generating, GenerationOptions, Prompt
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
@@ -30,8 +29,6 @@ def generate(
     All workers must call it. The main worker chooses each token, so that all stop together."""
     task: Any = strategy.task
     if not hasattr(task, "prompts"):
-        if options.prompts:
-            raise UserError("--prompts: the task generates no text; leave it out, or evaluate a run of lm")
         return []
     limit = options.max_new_tokens
     prompts = task.prompts(options.prompts, data, limit) if limit else []
