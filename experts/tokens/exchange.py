@@ -171,7 +171,9 @@ class GroupExchange:
             )
         received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
         num_leaving = len(rows) - send_counts[self.rank]
-        self.meter.rows += num_leaving
+        # Moved experts and gradients of copies come as plain bytes: those are no tokens' rows.
+        if rows.dim() > 1:
+            self.meter.rows += num_leaving
         self.meter.bytes += num_leaving * rows.stride(0) * rows.itemsize
         work = self.group.all_to_all(received, rows, receive_counts, send_counts)
         return PendingRows(received, work, self.meter, rows)

@@ -241,12 +241,13 @@ def _host_text(load: HostLoad, index: int) -> str:
 def _exchange_lines(cost: ExchangeCost) -> list[Line]:
     sent = []
     if cost.bytes is not None:
-        sent.append(f"{bytes_text(cost.bytes)} per step to other hosts")
+        sent.append(bytes_text(cost.bytes))
     if cost.rows is not None:
         sent.append(f"{cost.rows:,.0f} rows")
     waiting = f"{seconds_text(cost.seconds)} per step" if cost.seconds is not None else ""
     share = f", {cost.share:.1%} of a step" if cost.share is not None else ""
-    return [("exchange", ", ".join(sent)), ("waiting for it", waiting + share)]
+    exchanged = f"{' and '.join(sent)} per step to other hosts" if sent else ""
+    return [("exchange", exchanged), ("waiting for it", waiting + share)]
 
 
 def _device_lines(record: RunRecord) -> list[Line]:

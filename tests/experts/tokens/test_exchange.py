@@ -196,6 +196,17 @@ def test_rows_that_stay_on_a_host_are_not_metered() -> None:
         assert seconds > 0, "counts are exchanged all the same"
 
 
+def send_bytes(exchange: GroupExchange) -> tuple[int, int]:
+    counts = [10, 10]
+    exchange.all_to_all_rows(torch.zeros(20, dtype=torch.uint8), counts, counts).wait()
+    return exchange.meter.take()[:2]
+
+
+def test_plain_bytes_are_no_rows() -> None:
+    """Moved experts and gradients of copies are sent as bytes: 10 bytes are not 10 tokens."""
+    assert run_ranks(on_host, 2, send_bytes) == [(10, 0)] * 2
+
+
 # --- with a group that records its calls
 
 

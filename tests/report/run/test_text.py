@@ -92,7 +92,7 @@ def test_an_expert_parallel_run_describes_its_hosts(tmp_path):
         "placement             5 experts of 2 layers on 3 hosts",
         "imbalance             slowest host of each step ", "(steps 61 to 120)", "speed 4×, ",
         "of the work, time ",
-        "21.3 MiB per step to other hosts, 21,845 rows", "9.6 ms per step, 11.0% of a step",
+        "21.3 MiB and 21,845 rows per step to other hosts", "9.6 ms per step, 11.0% of a step",
     ):  # fmt: skip
         assert text_part in text, text_part
     assert "Hosts\n-----" not in text_of(tmp_path / "b", RUNS["parallel"])
