@@ -194,7 +194,11 @@ METRICS = (
         ("layer",),
     ),
     Metric(
-        "orchestrator_expert_changes_total", "Changes of experts.", _expert_changes, ("change",), "counter"
+        "orchestrator_expert_changes_total",
+        "Changes of experts, with those that were undone, or repeated after a failure.",
+        _expert_changes,
+        ("change",),
+        "counter",
     ),
     Metric(
         "orchestrator_failures_total",

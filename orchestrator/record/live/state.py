@@ -12,6 +12,7 @@ from collections.abc import Callable
 from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import parse_change
 from orchestrator.record.live.expert_use import ExpertUse
+from orchestrator.record.live.lasting_changes import LastingChanges
 from orchestrator.record.live.loss_curve import LossCurve
 from orchestrator.record.placements import measurement
 from orchestrator.record.scalars import to_float
@@ -59,7 +60,10 @@ class RunState:
         self.last_time: float | None = None
         self.is_recovering = False
         self.counts: Counter[str] = Counter()
-        """Starts, failures, recoveries, lost_steps, checkpoints, and ``expert KIND`` by kind of change."""
+        """Starts, failures, recoveries, lost_steps, checkpoints, and ``expert KIND`` by kind of change.
+
+        They only grow, as Prometheus expects of counters."""
+        self.changes = LastingChanges()
         self.steps: deque[Event] = deque(maxlen=RECENT_STEPS)
         self.losses = LossCurve()
         self.experts = ExpertUse()
@@ -147,6 +151,7 @@ class RunState:
         if not self._belongs_to_recovery(event):
             self.began = measurement(event.get("time"))
         self.counts["starts"] += 1
+        self.changes.begin_attempt()
         self.start = event
         self.end = None
         self.workers = event.get("workers", self.workers)
@@ -172,10 +177,12 @@ class RunState:
         change = parse_change(event)
         if change is not None:
             self.counts[f"expert {change.kind}"] += 1
+            self.changes.add(change)
             self.experts.add_structure(event)
 
     def _failure(self, event: Event) -> None:
         self.counts["failures"] += 1
+        self.changes.begin_attempt()
         self.is_recovering = not event.get("final")
         self._last_marker = event
 
@@ -205,3 +212,4 @@ class RunState:
         self.steps = deque(kept, maxlen=RECENT_STEPS)
         self.losses.cut(step)
         self.experts.cut(step)
+        self.changes.cut(step)

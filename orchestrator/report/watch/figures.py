@@ -108,7 +108,7 @@ def counts(state: RunState) -> Text | None:
         for key, name in names.items()
         if state.counts[key]
     ]
-    changes = {name.partition(" ")[2]: count for name, count in state.counts.items() if " " in name}
+    changes = state.changes.counts()
     if changes:
         texts.append("experts " + ", ".join(f"{count} {name}" for name, count in changes.items()))
     if not texts:

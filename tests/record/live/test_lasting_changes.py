@@ -1,0 +1,58 @@
+"""The live counts of expert changes equal those of the summary, after any number of restarts."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.record.events import Event
+from orchestrator.record.live import lasting_changes
+from orchestrator.record.live.state import RunState
+from orchestrator.record.summary import summarise
+from tests.support.fake_events import FakeRun, run_events
+from tests.support.fake_placements import expert_event
+
+MERGE = expert_event(30, "merged", [7], parents=[1, 2], experts=4)
+UNDO = expert_event(30, "undone", [7], parents=[1, 2], experts=5)
+MOVE = expert_event(12, "moved", [0], hosts=[[1]])
+COPY = expert_event(18, "copied", [0], hosts=[[0, 1]])
+BIRTH = expert_event(24, "born", [5], experts=5)
+FAILURE: Event = {"event": "failure", "time": 20.0, "kind": "worker", "message": "", "step": 19}
+
+
+def recovery(step: int) -> Event:
+    return {"event": "recovery", "time": 21.0, "step": step, "lost_steps": 19 - step, "workers": 2}
+
+
+HISTORIES: dict[str, list[Event]] = {
+    "all last": [MOVE, COPY, BIRTH],
+    "one is undone": [MOVE, MERGE, UNDO],
+    "one is discarded": [MOVE, COPY, FAILURE, recovery(15)],
+    "one is repeated before the recovery is written": [MOVE, COPY, FAILURE, COPY, recovery(18), BIRTH],
+    "one is repeated after it": [MOVE, COPY, FAILURE, recovery(17), COPY, BIRTH],
+    "one of the first step is kept": [MOVE, COPY, FAILURE, recovery(18), BIRTH],
+}
+
+
+def counts_of(events: list[Event]) -> dict[str, int]:
+    state = RunState()
+    for event in events:
+        state(event)
+    return state.changes.counts()
+
+
+def check_counts(name: str) -> None:
+    events = run_events(FakeRun(ends="killed", steps=1)) + HISTORIES[name]
+    expected = summarise(events)["expert_changes"]
+    assert expected
+    assert counts_of(events) == expected
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_the_counts_are_those_of_the_summary(name: str) -> None:
+    check_counts(name)
+
+
+@pytest.mark.parametrize("name", ["all last", "one is undone"])
+def test_older_changes_are_counted_without_being_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lasting_changes, "MAX_RECENT", 1)
+    check_counts(name)
