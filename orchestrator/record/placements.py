@@ -235,11 +235,12 @@ def _changed(placement: RecordedPlacement, change: ExpertChange, sizes: Sizes) -
     ]
     layers = list(placement.layers)
     layers[change.layer] = _changed_layer(layers[change.layer], change, copies, sizes)
+    method = f" ({placement.method})" if placement.method else ""
     return replace(
         placement,
         step=change.step,
         layers=tuple(layers),
-        sentence=f"placed by {placement.method or 'the plan'}, then changed, last at step {change.step}",
+        sentence=f"placed{method}, then changed, last at step {change.step}",
     )
 
 

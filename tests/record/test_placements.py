@@ -220,6 +220,14 @@ def test_the_host_of_an_expert_changes_with_a_move() -> None:
     assert (after.step, after.placed_step) == (10, 0)
 
 
+def test_the_sentence_says_how_experts_were_placed_and_when_they_changed() -> None:
+    moved = expert_event(10, "moved", [1, 2], hosts=[[0], [0]])
+    again = last_placement(placement_event(LAYER, method="as before"), moved)
+    assert again.sentence == "placed (as before), then changed, last at step 10"
+    unknown = last_placement(placement_event(LAYER, method=None), moved)
+    assert unknown.sentence == "placed, then changed, last at step 10"
+
+
 def test_copies_share_the_rows_of_an_expert() -> None:
     copied = expert_event(10, "copied", [2], hosts=[[0, 1]])
     placement = last_placement(placement_event(LAYER), copied)

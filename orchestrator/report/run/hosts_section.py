@@ -55,7 +55,7 @@ def hosts_section(record: RunRecord) -> str:
 def _subtitle(load: HostLoad | None) -> str:
     if load is None:
         return ""
-    method = f", placed by {load.placement.method}" if load.placement.method else ""
+    method = f" ({load.placement.method})" if load.placement.method else ""
     return load.placement.sentence or f"{plural(len(load.hosts), 'host', 'hosts')}{method}"
 
 
