@@ -63,6 +63,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        fused.refuse_second_derivative()
         x_TD, token_R, hidden, *rows_and_matrices = ctx.saved_tensors
         rows, matrices = divided(rows_and_matrices)
         trains_experts = any(ctx.needs_input_grad[-len(matrices) :])

@@ -71,6 +71,18 @@ def weighted_swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
     return result
 
 
+def refuse_second_derivative() -> None:
+    """Raise in a backward pass whose gradients are to have gradients (``create_graph``).
+
+    Autograd does not see into our operators: such gradients would lack a part, without an error."""
+    # A compiler refuses it itself.
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        raise RuntimeError(
+            "gradients of gradients (create_graph=True) do not pass through the kernels of MoE layers on a "
+            "GPU; compute them on a CPU"
+        )
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
@@ -79,6 +91,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative()
         (row_TK,) = ctx.saved_tensors
         return _ops.sum_rows(grads[0], row_TK), None, None
 
@@ -92,6 +105,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative()
         (row_TK,) = ctx.saved_tensors
         return _ops.copy_rows(grads[0], row_TK, ctx.rows), None, None
 
@@ -104,6 +118,7 @@ class _Swiglu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        refuse_second_derivative()
         hidden_RH, weights_R = ctx.saved_tensors
         return _ops.swiglu_backward(grads[0], hidden_RH, weights_R)
 

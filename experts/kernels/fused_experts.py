@@ -64,6 +64,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        fused.refuse_second_derivative()
         if not torch.compiler.is_compiling():  # a compiler refuses a second pass itself
             _refuse_second_pass(ctx)
         x_TD, hidden, *rows_and_matrices = ctx.saved_tensors

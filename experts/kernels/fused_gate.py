@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from experts.kernels.fused import Tile, launch, num_blocks, register, tile
+from experts.kernels.fused import Tile, launch, num_blocks, refuse_second_derivative, register, tile
 
 if TYPE_CHECKING:
     import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -55,6 +55,7 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        refuse_second_derivative()
         return _ops.logits_backward(grads[0], *ctx.saved_tensors)
 
 
@@ -75,6 +76,7 @@ class _Choose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_second_derivative()
         d_weights_TK, _, d_losses = grads
         d_logits_TE = _ops.choose_backward(d_weights_TK, d_losses, *ctx.saved_tensors, ctx.normalise)
         return d_logits_TE, None, None, None

@@ -4,13 +4,19 @@ R counts rows, T tokens, D is their width, H the hidden size, E counts experts, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from experts.kernels import fp8_experts, fused, fused_experts, slot_sort  # noqa: F401 - register operators
+from experts.kernels import fused, slot_sort
+from experts.kernels.fp8_experts import experts_fp8
+from experts.kernels.fused_experts import experts_fused
+from experts.kernels.fused_gate import choose, gate_logits
+from experts.types import RowMap
 
 R, T, D, H, E, K = 6, 3, 4, 5, 2, 2
 _ops: Any = torch.ops.experts
@@ -64,3 +70,38 @@ def test_experts_without_gradients_have_none() -> None:
     matrices = [torch.ones(E, D, 2 * H, device="meta"), torch.ones(E, H, D, device="meta")]
     *_, d_matrices = _ops.compute_backward(x_TD, x_TD, x_TD, rows, matrices, False)
     assert d_matrices == []
+
+
+ROW_MAP = RowMap(
+    torch.ones(R, dtype=torch.int64, device="meta"), torch.ones(T, K, dtype=torch.int64, device="meta"), True
+)
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(*shape, dtype=dtype, device="meta")
+
+
+def of_experts(compute: Callable[..., Tensor], x_TD: Tensor) -> Tensor:
+    return compute(x_TD, [(on_meta(E, D, 2 * H), on_meta(E, H, D))], on_meta(E), on_meta(R), ROW_MAP)
+
+
+DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "experts": partial(of_experts, experts_fused),
+    "experts in fp8": partial(of_experts, experts_fp8),
+    "copies of rows": lambda x_TD: fused.gather_rows(x_TD, ROW_MAP.token_R, ROW_MAP.row_TK),
+    "sums of rows": lambda x_TD: fused.sum_rows(x_TD, ROW_MAP.row_TK, ROW_MAP.token_R),
+    "swiglu": lambda x_TD: fused.weighted_swiglu(x_TD, on_meta(T)),
+    "choice": lambda x_TD: choose(x_TD, on_meta(D), K, True)[0],
+    "logits": lambda x_TD: gate_logits(x_TD.bfloat16(), on_meta(E, D, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_second_derivatives_are_refused(name: str) -> None:
+    """They would be wrong: autograd does not see into the operators."""
+    x_TD = on_meta(T, D).requires_grad_()
+    result = DIFFERENTIABLE[name](x_TD)
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.grad(result.sum(), x_TD, create_graph=True)
+    (grad_TD,) = torch.autograd.grad(DIFFERENTIABLE[name](x_TD).sum(), x_TD)
+    assert grad_TD.shape == (T, D)
