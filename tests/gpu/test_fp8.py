@@ -39,6 +39,7 @@ CASES = {
     "even": (300, (64,) * 7, 2, 64, "even"),
     "experts without tokens": (300, (320,) * 7, 2, 192, "one"),
     "one token": (1, (64,) * 3, 1, 128, "even"),
+    "one expert": (50, (128,), 1, 64, "even"),
     "skewed": (515, (192,) * 32, 4, 256, "skewed"),
     "rows for the last alone": (129, (576,) * 5, 3, 64, "last"),
     "large": (2048, (1024,) * 4, 2, 512, "even"),
