@@ -11,6 +11,7 @@ from orchestrator.config.metric import Criterion, declared_metrics, find_criteri
 from orchestrator.config.settings import Config
 from orchestrator.data.cursor import CursorHooks
 from orchestrator.errors import UserError
+from orchestrator.plan.compute import with_memory_settings
 from orchestrator.plan.planning import Plan
 from orchestrator.record.log import Log
 from orchestrator.tasks.task import Task
@@ -131,6 +132,7 @@ def _complete_training(
     micro_batch = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
     stepper = build_stepper(config, world, parts, micro_batch, log.write, worker.heartbeat)
     stepper.graphs = build_graphs(config, plan, world, parts, log.write)
+    state_bytes = with_memory_settings(config, worker.prepared.facts).expert_state_bytes
     return Training(
         stepper=stepper,
         feed=feed,
@@ -142,7 +144,7 @@ def _complete_training(
         evaluation=evaluation,
         snapshots=Snapshots(parts.state, world, snapshots, progress.step) if snapshots is not None else None,
         evolution=build_evolution(
-            EvolutionParts(plan, parts, stepper, feed, evaluation, log),
+            EvolutionParts(plan, parts, stepper, feed, evaluation, log, state_bytes),
             config,
             experts.decision.hosts if experts.decision is not None else (),
         ),

@@ -46,6 +46,8 @@ class EvolutionParts:
     feed: Feed
     evaluation: Evaluation | None
     log: Log
+    expert_state_bytes: float
+    """Bytes for each weight of an expert, as in the placement."""
 
 
 def build_evolution(
@@ -69,7 +71,8 @@ def build_evolution(
         )
     balancer = None
     if hosts and (plan.rebalance.value or rules is not None):
-        balancer = _balancer(plan, layers, hosts)
+        costs = [layer_costs(layer, training.expert_state_bytes) for layer in layers]
+        balancer = HostBalancer(costs, _cluster(plan, hosts))
         state.balance_interval = state.balance_interval or FIRST_INTERVAL
     feed = training.feed
 
@@ -94,12 +97,11 @@ def build_evolution(
     return evolution
 
 
-def _balancer(plan: Plan, layers: list[RoutedExperts], hosts: tuple[HostFacts, ...]) -> HostBalancer:
+def _cluster(plan: Plan, hosts: tuple[HostFacts, ...]) -> Cluster:
     bandwidth = _BYTES_PER_SECOND.get(plan.backend.value, 1e9)
     update_bandwidth = _UPDATED_BYTES_PER_SECOND.get(plan.backend.value, 4e9)
     counted = tuple(replace(host, speed=max(host.speed, _LEAST_SPEED)) for host in hosts)
-    cluster = Cluster(counted, bandwidth, update_bandwidth)
-    return HostBalancer([layer_costs(layer) for layer in layers], cluster)
+    return Cluster(counted, bandwidth, update_bandwidth)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from experts.layer import MoELayer
 from experts.placement.placement import HostFacts
 from experts.rebalance.costs import Cluster, LayerCosts
 from experts.structure import LayerStructure
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
-from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer
+from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
 
 EVEN = [100, 100, 100, 100]
 HOT = [400, 0, 0, 0]
@@ -42,3 +43,9 @@ def test_the_next_decision_is_soon_after_the_loads_shift() -> None:
 def test_hosts_that_nothing_helps_are_looked_at_less_and_less() -> None:
     # Nothing pays over such a link.
     assert intervals([HOT] * 10, 1.0) == [5] * 7 + [10, 20, 40]
+
+
+def test_an_expert_has_three_matrices_with_the_state_of_their_optimizer() -> None:
+    layer = MoELayer(8, [4, 4], 1)
+    costs = layer_costs(layer, state_bytes=20)
+    assert (costs.row_flops, costs.state_bytes, costs.gradient_bytes) == (6 * 24, 20 * 24, 4 * 24)

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
+from orchestrator.record.events import EventLog
+from orchestrator.train.worker import build as build_module
+from orchestrator.train.worker.build_evolution import EvolutionParts
 from orchestrator.trainer import Trainer
+from tests.support.loop_runs import build_small_training
 
 
 def test_a_run_that_cannot_start_leaves_the_settings_of_torch_as_they_were(tmp_path: Path) -> None:
@@ -32,3 +36,18 @@ def test_a_run_that_cannot_start_leaves_the_settings_of_torch_as_they_were(tmp_p
     assert before is True
     assert settings.ban_recompute_used_far_apart is True
     assert recompiles.handlers == handlers
+
+
+@pytest.mark.parametrize(
+    ("settings", "state_bytes"),
+    [({}, 16), ({"optimizer": "sgd"}, 12), ({"ema_decay": 0.9}, 20)],
+    ids=str,
+)
+def test_experts_move_by_the_memory_that_placed_them(
+    settings: dict[str, Any], state_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[EvolutionParts] = []
+    monkeypatch.setattr(build_module, "build_evolution", lambda parts, *_: built.append(parts))
+    build_small_training(tmp_path, EventLog(tmp_path / "events.jsonl"), **settings).close()
+    (parts,) = built
+    assert parts.expert_state_bytes == state_bytes
