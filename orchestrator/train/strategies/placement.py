@@ -162,6 +162,9 @@ def predict_placement(config: Config, plan: Plan, facts: ModelFacts) -> Predicte
             "by the experts' sizes, on hosts taken to be equally fast; "
             "a run measures their speeds first and may place otherwise"
         )
+    replicas = plan.expert_replicas.value
+    if replicas > 1:
+        assumes += f"; these are the hosts of the first of {replicas} groups, and the others are placed alike"
     return PredictedPlacement(tuple(layers), assumes)
 
 

@@ -151,6 +151,7 @@ def test_each_group_of_hosts_has_memory_for_every_expert() -> None:
     assert predicted is not None
     (layer,) = predicted.layers
     assert sorted(layer.host_of) == [0, 0, 1, 1]
+    assert "the first of 2 groups" in predicted.assumes
 
 
 def test_memory_for_experts_is_the_limit_less_the_dense_part() -> None:
