@@ -251,6 +251,20 @@ def test_a_second_backward_pass_is_refused() -> None:
         y_TD.sum().backward()
 
 
+def test_memory_that_torch_fills_first_is_no_second_pass() -> None:
+    """Deterministic algorithms fill new tensors with NaN: none of it reaches a result."""
+    bank = ExpertBank(64, [128, 64, 64]).to(DEVICE, torch.bfloat16)
+    x_TD = draw(50, 64, seed=2).bfloat16()
+    trip_of = (choose(50, 3, 2, "even"), 0.4)
+    wanted = gradients(bank, x_TD, trip_of, 3, "grouped")
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = gradients(bank, x_TD, trip_of, 3, "grouped")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 def test_wrong_counts_are_bounded() -> None:
     tiles = RowTiles.of(torch.tensor([300, 2**40, 0], device=DEVICE), 200)
     assert tiles.ends_E.tolist() == [200, 200, 200]
