@@ -42,10 +42,11 @@ def read_sweep(folder: str | Path) -> DataFrame:
 
     The columns are those of ``sweep.csv``: ``status`` and ``reason``; each setting, as the plan
     filled it in; the figures, such as ``samples_per_second``, ``step_seconds`` and
-    ``peak_memory_bytes``; the seconds per step of each phase; ``predicted_hours`` of the whole
-    training; ``device``; and ``point``, the settings as the sweep chose them. ``interval`` is half
-    the width of the throughput's 95 % confidence interval, as a fraction of the throughput. A
-    figure that was not measured is missing.
+    ``peak_memory_bytes``; the task's validation metrics, such as ``validation_accuracy``; the
+    seconds per step of each phase; ``predicted_hours`` of the whole training; ``device``; and
+    ``point``, the settings as the sweep chose them. ``interval`` is half the width of the
+    throughput's 95 % confidence interval, as a fraction of the throughput. A figure that was not
+    measured is missing.
     """
     return trial_frame(read_sweep_record(Path(folder)))
 
@@ -56,20 +57,34 @@ def trial_frame(record: SweepRecord) -> Frame:
 
     swept = [name for name in setting_names(record) if name != "parallel_strategy"]
     names = list(dict.fromkeys([*swept, *PLANNED]))
-    rows = [_trial_values(record, row, names) for row in record.rows]
+    metrics = _metric_names(record)
+    rows = [_trial_values(record, row, names, metrics) for row in record.rows]
     # A trial without values has all columns too, so a sweep without trials keeps them.
-    columns = _trial_values(record, TrialRow(0, {}, "infeasible"), names)
+    columns = _trial_values(record, TrialRow(0, {}, "infeasible"), names, metrics)
     frame = pd.DataFrame({column: as_column([row[column] for row in rows]) for column in columns})
     frame.index = pd.Index([row.trial for row in record.rows], name="trial")
     return frame
 
 
-def _trial_values(record: SweepRecord, row: TrialRow, names: list[str]) -> dict[str, Any]:
+def _metric_names(record: SweepRecord) -> list[str]:
+    """Return the names of the validation metrics that some trial has, in the order of their first trial."""
+    return list(dict.fromkeys(name for row in record.rows for name in row.metrics))
+
+
+def _metric_values(row: TrialRow, metrics: Sequence[str]) -> dict[str, float | None]:
+    return {f"validation_{name}": finite(row.metrics.get(name)) for name in metrics}
+
+
+def _trial_values(
+    record: SweepRecord, row: TrialRow, names: Sequence[str], metrics: Sequence[str]
+) -> dict[str, Any]:
     settings = trial_settings(row)
     return {
         "status": row.status,
         "reason": row.reason,
         **{name: settings.get(name) for name in names},
+        # Before the figures: a metric may have the name of one of them.
+        **_metric_values(row, metrics),
         **{name: getattr(row, name) for name in FIGURES},
         **{f"{name}_seconds": finite(row.phases.get(name)) for name in PHASES},
         "predicted_hours": predicted_hours(record, row),
@@ -87,6 +102,7 @@ def scaling_frame(record: SweepRecord) -> Frame:
     import pandas as pd
 
     settings = [*PLANNED[1:], *other_swept(record)]
+    metrics = _metric_names(record)
     rows = {row.trial: row for row in record.rows}
     best = {row.trial for row in best_by_devices(record).values()}
     series = all_series(record)
@@ -104,20 +120,23 @@ def scaling_frame(record: SweepRecord) -> Frame:
             # ours.
             ran_with = trial_settings(rows[trial])
             line = {name: ran_with.get(name) for name in settings}
+            line |= _metric_values(rows[trial], metrics)
             line |= _scaling_figures(record, rows[trial], point)
             values.append(line | common | {"best_of_its_devices": trial in best})
-    columns = _scaling_columns(settings)
+    columns = _scaling_columns(settings, metrics)
     return pd.DataFrame({name: as_column([line[name] for line in values]) for name in columns})
 
 
-def _scaling_columns(settings: Sequence[str]) -> list[str]:
+def _scaling_columns(settings: Sequence[str], metrics: Sequence[str]) -> list[str]:
     columns = [
         *("scaling", "series", "label", "devices"),
         *settings,
         *("samples_per_second", "interval", "units_per_second", "unit"),
         *("speedup", "against_devices", "efficiency", "efficiency_interval", "peak_memory_bytes"),
         *(f"{name}_share" for name in PHASES),
-        *("predicted_hours", "validation_loss", "best_of_its_devices", "trial", "command"),
+        *("predicted_hours", "validation_loss"),
+        *(f"validation_{name}" for name in metrics),
+        *("best_of_its_devices", "trial", "command"),
     ]
     return list(dict.fromkeys(columns))
 

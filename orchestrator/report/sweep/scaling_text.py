@@ -6,10 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.config.objective import THROUGHPUT, VALIDATION_LOSS
 from orchestrator.record.ledger import SweepRecord, TrialRow
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.run.read import finite
-from orchestrator.report.sweep.facts import hours_text, name_text, other_swept, rate_text, short_value
+from orchestrator.report.sweep.facts import (
+    hours_text,
+    name_text,
+    objective_name,
+    objective_value,
+    other_swept,
+    rate_text,
+    short_value,
+)
 from orchestrator.report.sweep.trials import num_devices, phase_shares, trial_settings
 from orchestrator.types import PHASES, bytes_text
 
@@ -26,12 +35,18 @@ def scaling_texts(record: SweepRecord, frame: Frame) -> Frame:
     rows = {row.trial: row for row in record.rows}
     names = [*_SETTINGS, *other_swept(record)]
     has_loss = _has_loss(record)
+    has_metric = record.objective not in (THROUGHPUT, VALIDATION_LOSS)
     cells = []
     for point in frame.to_dict("records"):
         row = rows[point["trial"]]
-        loss = {"validation loss": loss_text(row)} if has_loss else {}
+        quality = {"validation loss": loss_text(row)} if has_loss else {}
+        if has_metric:
+            quality[objective_name(record)] = _figure_text(objective_value(record, row))
         cells.append(
-            {"devices": str(point["devices"])} | _setting_cells(row, names) | loss | _figure_cells(row, point)
+            {"devices": str(point["devices"])}
+            | _setting_cells(row, names)
+            | quality
+            | _figure_cells(row, point)
         )
     return pd.DataFrame(cells, index=frame.index)
 
@@ -77,8 +92,11 @@ def phases_text(shares: Mapping[str, float]) -> str:
 
 
 def loss_text(row: TrialRow) -> str:
-    loss = finite(row.validation_loss)
-    return UNKNOWN if loss is None else f"{loss:.4g}"
+    return _figure_text(finite(row.validation_loss))
+
+
+def _figure_text(figure: float | None) -> str:
+    return UNKNOWN if figure is None else f"{figure:.4g}"
 
 
 def against_text(frame: Frame) -> str:

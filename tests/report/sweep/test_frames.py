@@ -128,3 +128,13 @@ def test_a_setting_with_the_name_of_a_column_hides_no_figure(tmp_path) -> None:
     frame: Frame = scaling_frame(write_record(tmp_path, FakeSweep(space=space)))
     assert set(frame["devices"]) == {1, 2}
     assert frame["speedup"].dtype == "float64"
+
+
+def test_validation_metrics_are_columns(tmp_path) -> None:
+    write_sweep(tmp_path, MIXED)
+    trial = {"trial": 90, "point": {"batch_size": 16}, "status": "completed", "samples_per_second": 9.0}
+    add_lines(tmp_path, {**trial, "validation_loss": 0.5, "metrics": {"accuracy": 0.75, "loss": 7.0}})
+    frame: Frame = read_sweep(tmp_path)
+    assert frame.loc[90, "validation_accuracy"] == 0.75
+    assert frame.loc[90, "validation_loss"] == 0.5, "a metric does not replace a figure of ours"
+    assert frame["validation_accuracy"].count() == 1, "the other trials have none"

@@ -7,6 +7,7 @@ import pytest
 
 from orchestrator.record.ledger import TrialRow
 from orchestrator.report.run.frames import Frame
+from orchestrator.report.sweep.frames import scaling_frame
 from orchestrator.report.sweep.scaling import (
     ScalingSeries,
     all_series,
@@ -16,6 +17,7 @@ from orchestrator.report.sweep.scaling import (
     measured_trials,
     series_of,
 )
+from orchestrator.report.sweep.scaling_text import scaling_texts
 from tests.report.sweep.test_trials import sweep, trial
 from tests.support.fake_sweep import EXPERTS, MIXED, NOTHING, SINGLE, STRONG, write_record
 
@@ -166,3 +168,12 @@ def test_the_best_series_ends_with_the_best_trial(tmp_path) -> None:
     assert best is not None
     assert trials_of(series)[-1] == best.trial
     assert series.peak == best.samples_per_second
+
+
+def test_the_tables_show_the_metric_that_is_the_objective() -> None:
+    rows = (trial(1, 1, 100.0, metrics={"accuracy": 0.25}), trial(2, 2, 90.0, metrics={"accuracy": 0.75}))
+    record = replace(sweep(*rows), header={"objective": "accuracy:max"})
+    frame = scaling_frame(record)
+    best = frame[frame["scaling"] == "best"]
+    assert best["validation_accuracy"].tolist() == [0.25, 0.75]
+    assert scaling_texts(record, best)["accuracy"].tolist() == ["0.25", "0.75"]
