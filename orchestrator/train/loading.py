@@ -15,10 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from orchestrator.errors import UserError
+from orchestrator.tasks.user_code import user_code
 from orchestrator.types import first_line
 
 MAX_TRIED = 10_000
 """Samples that are tried in search of one that can be loaded."""
+TRAINING = "the training"
+EVALUATION = "an evaluation"
 _NUM_DUMMIES = 2  # batch norm needs more than one
 
 
@@ -56,12 +59,14 @@ class LoadedBatch(NamedTuple):
 
 
 class BatchLoader:
-    """A data loader that lives for all epochs, with its processes; each epoch sets its own requests."""
+    """A data loader that lives for all epochs, with its processes; each epoch sets its own requests.
 
-    def __init__(self, data: Any, options: LoaderOptions, device: torch.device) -> None:
+    ``purpose`` says in error messages what the samples are read for."""
+
+    def __init__(self, data: Any, options: LoaderOptions, device: torch.device, purpose: str) -> None:
         workers = options.loader_workers
         self._sampler = _RequestSampler()
-        self._batches = _RequestedBatches(data, options.skip_bad)
+        self._batches = _RequestedBatches(data, options.skip_bad, purpose)
         self._loader: Any = DataLoader(
             self._batches,
             batch_size=None,
@@ -119,9 +124,10 @@ class _RequestedBatches(Dataset[Any]):
     that loads the batch nor on the batches before it.
     """
 
-    def __init__(self, data: Any, skip_bad: bool) -> None:
+    def __init__(self, data: Any, skip_bad: bool, purpose: str) -> None:
         self.data = data
         self._skip_bad = skip_bad
+        self._purpose = purpose
 
     def __getitem__(self, request: BatchRequest) -> LoadedBatch:
         if get_worker_info() is not None:
@@ -140,7 +146,9 @@ class _RequestedBatches(Dataset[Any]):
                 samples.append(self.data[key])
             except Exception as error:
                 if not self._skip_bad:
-                    raise
+                    # Here, because only this place knows which sample of the batch it is.
+                    with user_code(f"reading {self._name_of(key)} for {self._purpose}"):
+                        raise
                 faults.append(self._fault_text(key, error))
         return LoadedBatch(collate(samples) if samples else None, len(samples), faults)
 
@@ -148,8 +156,10 @@ class _RequestedBatches(Dataset[Any]):
         text = first_line(error)
         if isinstance(error, UserError):
             return text  # it names the sample
-        name = self.data.name_of(key) if hasattr(self.data, "name_of") else f"sample {key}"
-        return f"{name}: {type(error).__name__}: {text}"
+        return f"{self._name_of(key)}: {type(error).__name__}: {text}"
+
+    def _name_of(self, key: Any) -> str:
+        return self.data.name_of(key) if hasattr(self.data, "name_of") else f"sample {key}"
 
 
 class RandomState:

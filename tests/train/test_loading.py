@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,13 @@ class Augmented:
         return index, torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))])
 
 
-def make_feed(data: Any, micro_batch: int = 4, loader_workers: int = 0) -> Feed:
+def make_feed(data: Any, micro_batch: int = 4, loader_workers: int = 0, seed: int | None = 1) -> Feed:
     return open_feed(
         data,
         World.single_process(),
         global_batch=6,
         micro_batch=micro_batch,
-        seed=1,
+        seed=seed,
         loader=LoaderOptions(loader_workers=loader_workers),
     )
 
@@ -65,6 +66,31 @@ def test_an_error_of_the_data_set_is_the_users() -> None:
 
     with pytest.raises(TaskFailed, match="image 7 is gone"):
         next(make_feed(Broken()).steps(0))
+
+
+class OneIsGone(Augmented):
+    """Samples of which one cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            raise FileNotFoundError("gone")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_names_the_sample_and_its_purpose(workers: int) -> None:
+    feed = make_feed(OneIsGone(), loader_workers=workers)
+    with closing(feed), pytest.raises(TaskFailed) as caught:
+        list(feed.steps(0))
+    lines = str(caught.value).splitlines()
+    assert lines[:2] == ["FileNotFoundError: gone", "  while reading sample 7 for the training"]
+    assert lines[-1].strip() == 'raise FileNotFoundError("gone")', "the last frame is the user's"
+
+
+def test_an_error_of_an_evaluation_says_so() -> None:
+    feed = make_feed(OneIsGone(), seed=None)
+    with pytest.raises(TaskFailed, match="reading sample 7 for an evaluation"):
+        list(feed.steps(0))
 
 
 def test_loading_preserves_the_random_state_of_the_training_process() -> None:

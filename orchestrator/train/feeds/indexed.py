@@ -20,7 +20,14 @@ from orchestrator.tasks.task import Gatherable
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.batches import to_device
 from orchestrator.train.data import Feed, StepBatch
-from orchestrator.train.loading import BatchLoader, BatchRequest, LoadedBatch, LoaderOptions
+from orchestrator.train.loading import (
+    EVALUATION,
+    TRAINING,
+    BatchLoader,
+    BatchRequest,
+    LoadedBatch,
+    LoaderOptions,
+)
 from orchestrator.train.parts.world import World
 
 
@@ -46,7 +53,8 @@ class IndexedFeed(Feed):
         self._loader: BatchLoader | None = None
         self._bytes_on_device = 0
         if not isinstance(self.data, Gatherable):
-            self._loader = BatchLoader(self.data, loader, world.device)
+            purpose = EVALUATION if seed is None else TRAINING
+            self._loader = BatchLoader(self.data, loader, world.device, purpose)
         elif loader.on_device:
             self.data = self.data.to(world.device)
             self._bytes_on_device = self.data.nbytes

@@ -23,6 +23,8 @@ from orchestrator.errors import UserError
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.data import Feed, Share, StepBatch, different_ends
 from orchestrator.train.loading import (
+    EVALUATION,
+    TRAINING,
     BatchLoader,
     BatchRequest,
     LoadedBatch,
@@ -62,7 +64,8 @@ class StreamFeed(Feed):
         self.hooks = CursorHooks()
         self.skips_bad = loader.skip_bad
         self._source = source
-        self._loader = BatchLoader(_DecodedItems(source), loader, world.device)
+        purpose = EVALUATION if seed is None else TRAINING
+        self._loader = BatchLoader(_DecodedItems(source), loader, world.device, purpose)
         # Evaluation, which has no seed, keeps the order of the source.
         self._buffer = loader.shuffle_buffer if seed is not None else 0
         self._places: deque[SavedPlace] = deque()
@@ -213,4 +216,7 @@ class _DecodedItems:
         return self._source.decode(item)
 
     def name_of(self, item: Any) -> str:
-        return self._source.name_of(item, 0).rstrip(",")
+        if type(self._source).name_of is Source.name_of:
+            return "a sample"  # that name is its position, which is not known here
+        name = self._source.name_of(item, 0).rstrip(",")
+        return f"sample {name}" if name.isdecimal() else name
