@@ -22,6 +22,12 @@ from orchestrator.train.training import Training
 # The first steps of a process are slower than the rest: marked, and excluded from the throughput.
 _WARM_UP_STEPS = 3
 
+_DIVERGED = "the run has diverged. Lower --learning-rate, raise --warmup-steps, or keep --clip-norm on"
+_BAD_FROM_THE_START = (
+    "no weight has been trained yet, so the learning rate is not the cause. Look in the model and the loss "
+    "for a division by zero, the logarithm of zero, a mask that leaves nothing, or an overflow"
+)
+
 
 class StepRecorder:
     """Collects finished steps and writes their events, several at once.
@@ -168,13 +174,10 @@ class StepRecorder:
         for step, figure in zip(steps, figures, strict=True):
             loss = figure.loss / max(1.0, figure.count)
             if not math.isfinite(loss if fp16 else loss + figure.norm):
-                cause = self._bad_input(steps, step) or (
-                    "the run has diverged. Lower --learning-rate, raise --warmup-steps, or keep "
-                    "--clip-norm on. "
-                )
+                cause = self._bad_input(steps, step) or (_DIVERGED if step.step > 1 else _BAD_FROM_THE_START)
                 raise TrainingFailed(
-                    f"step {step.step}: loss {loss}, gradient norm {figure.norm}: {cause}"
-                    "The diverged state was not saved"
+                    f"step {step.step}: loss {loss}, gradient norm {figure.norm}: {cause}. "
+                    "The state after this step was not saved"
                 )
         if self._stepper.precision.scale_underflowed():
             raise TrainingFailed(
@@ -188,7 +191,7 @@ class StepRecorder:
         later = sum(step.totals.samples for step in steps if step.step >= bad.step)
         begin = self._progress.position - later
         sentence = find_bad_input(self._feed.named_samples(bad.epoch, begin, bad.totals.samples))
-        return f"{sentence}. {ADVICE}. " if sentence else None
+        return f"{sentence}. {ADVICE}" if sentence else None
 
     def _warn_of_recompiles(self) -> None:
         if self._stepper.compiled is None:

@@ -65,7 +65,19 @@ class MetricStates:
     def _value(self, name: str, metric: Metric) -> float:
         with user_code(f"computing the metric {name}"):
             value = metric.compute()
+        try:
             return float(value)
+        except (TypeError, ValueError, RuntimeError):
+            # RuntimeError is that of a tensor with several elements.
+            raise UserError(
+                f"compute of the metric {name!r} returned {_described(value)}; one number was needed"
+            ) from None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def _sum(state: Tensor, start: Tensor, world: World) -> Tensor:

@@ -257,6 +257,32 @@ def test_a_metric_that_workers_cannot_reduce_is_refused_before_the_run(
         trainer.prepare()
 
 
+class Counted(Metric):
+    """A metric whose value is given."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("min")
+        self.add_state("count", torch.zeros(()))
+        self.value = value
+
+    def update(self, count: int) -> None:
+        self.count = self.count + count
+
+    def compute(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [([1, 2], "a list"), (None, "a NoneType"), (torch.zeros(3), r"a tensor of shape \(3,\)")],
+)
+def test_a_value_that_is_no_number_is_refused(value: Any, found: str) -> None:
+    states = MetricStates({"churn": Counted(value)}, CPU)
+    states.update({"churn": (1,)})
+    with pytest.raises(UserError, match=f"compute of the metric 'churn' returned {found}; one number"):
+        states.compute(World.single_process())
+
+
 def test_mistakes_are_named() -> None:
     states = MetricStates({"f1": F1(), "churn": Metric("min")}, CPU)
     with pytest.raises(UserError, match="returns a tuple for the metric 'churn'"):
