@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -21,6 +21,7 @@ from orchestrator.result import Result
 if TYPE_CHECKING:
     from torch import nn
 
+    from orchestrator.config.settings import Config
     from orchestrator.train.remote.run import RemoteRun
     from orchestrator.train.worker.prepared_run import PreparedRun
     from orchestrator.train.worker.run_settings import ResumedSettings
@@ -72,6 +73,7 @@ class TrainingRun:
                 self.callbacks.check()
             except BaseException as error:
                 record_failure(run_dir, error, perf_counter() - start_s, starts_before, log)
+                self._show_failure(config, run_dir, starts_before)
                 raise
         return self._finish(outcome.status, run_dir, model)
 
@@ -80,11 +82,17 @@ class TrainingRun:
         from orchestrator.runtime.driver import Observers, drive
         from orchestrator.train.worker.final_model import final_model
         from orchestrator.train.worker.prepared_run import banner_rows
+        from orchestrator.train.worker.run import count_starts
         from orchestrator.train.worker.run_dir import remote_of
 
+        starts_before = count_starts(run_dir)
         self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
         observers = Observers(self.screen, self.callbacks, self.remote, self._listeners(run_dir))
-        status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
+        try:
+            status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
+        except Exception:
+            self._show_failure(prepared.resolved.config, run_dir, starts_before)
+            raise
         with closing(DriverLog(run_dir / "events.jsonl", secrets=secret_values())) as log:
             model = final_model(prepared, run_dir, log, start_s)
         return self._finish(status, run_dir, model)
@@ -110,6 +118,18 @@ class TrainingRun:
         for message in (unused, thresholds, loss_note(prepared.facts)):
             if message:
                 self.screen.note(f"note: {message}")
+
+    def _show_failure(self, config: Config, run_dir: Path, starts_before: int) -> None:
+        """Show how a run that has failed can be continued, if it has begun and left a checkpoint."""
+        from orchestrator.train.worker.run import count_starts
+        from orchestrator.train.worker.run_dir import after_failure
+
+        # An error in here must not hide the failure itself.
+        with suppress(Exception):
+            if count_starts(run_dir) > starts_before:
+                line = after_failure(config, run_dir)
+                if line is not None:
+                    self.screen.note(line)
 
     def _finish(self, status: str, run_dir: Path, model: nn.Module) -> Result:
         from orchestrator.report.run.page import draw_report

@@ -41,6 +41,40 @@ def test_a_diverged_run_fails_and_saves_no_checkpoint_of_it(tmp_path: Path) -> N
     assert max(event["step"] for event in of_kind(events, "checkpoint")) < first_nan
 
 
+def test_a_loss_that_is_no_number_from_the_start_is_not_called_a_high_learning_rate(tmp_path: Path) -> None:
+    def bad_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return cross_entropy(model, batch) * float("nan")
+
+    with pytest.raises(TrainingFailed, match=r"step 1: loss nan.* Look in the model and the loss") as caught:
+        trainer(settings(tmp_path), loss=bad_loss).fit()
+    assert "Lower --learning-rate" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("checkpoint_every", "is_saved"), [(2, True), (1000, False)])
+def test_a_failed_run_shows_how_it_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint_every: int, is_saved: bool
+) -> None:
+    num_calls = 0
+
+    def failing_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 12:
+            raise ValueError("the drive is gone")
+        return cross_entropy(model, batch)
+
+    config = settings(tmp_path, checkpoint_every=checkpoint_every)
+    loud = Trainer(nn.Linear(4, 3), data=blobs(320), loss=failing_loss, config=config)
+    with pytest.raises(TaskFailed, match="the drive is gone"):
+        loud.fit()
+    saved = of_kind(events_of(tmp_path), "checkpoint")
+    assert bool(saved) == is_saved
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert ("continue with: Trainer(..., config=Config.of(resume='auto', run_dir=" in shown) == is_saved
+    if is_saved:
+        assert f"the newest checkpoint is of step {saved[-1]['step']}; when the cause is removed" in shown
+
+
 @pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN"), (float("-inf"), "infinity")])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_bad_input_is_named_and_not_called_a_high_learning_rate(
@@ -103,7 +137,7 @@ def test_an_error_in_a_loader_process_is_reported_like_any_other(tmp_path: Path)
     with pytest.raises(TaskFailed) as caught:
         trainer(settings(tmp_path, loader_workers=2), BrokenData()).fit()
     lines = str(caught.value).splitlines()
-    assert lines[0] == "ValueError: broken file 40.png"
+    assert lines[:2] == ["ValueError: broken file 40.png", "  while reading sample 40 for the training"]
     assert "test_trainer_failures.py" in lines[-2]
     assert (tmp_path / "run" / "report.html").exists()
 

@@ -106,6 +106,21 @@ def how_to_resume(config: Config, run_dir: str | Path) -> str:
     return resume_command(run_dir, config.parallel.ray_address)
 
 
+def after_failure(config: Config, run_dir: Path) -> str | None:
+    """Return the words that continue a run that has failed; None if it has no checkpoint."""
+    from orchestrator.train.checkpoint.files import step_of
+
+    # Not the events: a worker that fails may have published a checkpoint that no event names.
+    found = [step_of(path.name) for path in (run_dir / "checkpoints").iterdir()]
+    steps = [step for step in found if step is not None]
+    if not steps:
+        return None
+    return (
+        f"the newest checkpoint is of step {max(steps)}; when the cause is removed, "
+        f"continue with: {how_to_resume(config, run_dir)}"
+    )
+
+
 def write_remote(run_dir: Path, url: str) -> None:
     """Note in a run folder that it is the local copy of a remote one."""
     (run_dir / REMOTE).write_text(f"{url}\n", encoding="utf-8")
