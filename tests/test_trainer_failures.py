@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator import Callback, Trainer
+from orchestrator import Callback, Loss, Metric, Trainer
 from orchestrator.errors import TaskFailed, TrainingFailed, UserError
 from orchestrator.record.callback_values import StepInfo
 from orchestrator.record.events import by_step, of_kind
@@ -50,6 +50,33 @@ def test_a_loss_that_is_no_number_from_the_start_is_not_called_a_high_learning_r
     assert "Lower --learning-rate" not in str(caught.value)
 
 
+def test_steps_whose_evaluation_fails_are_not_lost(tmp_path: Path) -> None:
+    class Broken(Metric):
+        def __init__(self) -> None:
+            super().__init__("min")
+            self.add_state("count", torch.zeros(()))
+
+        def update(self, count: int) -> None:
+            self.count = self.count + count
+
+        def compute(self) -> float:
+            raise ZeroDivisionError("no samples of class 3")
+
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        return Loss(cross_entropy(model, batch) * len(batch[0]), len(batch[0]), {"churn": (len(batch[0]),)})
+
+    data = blobs(320)
+    validation = blobs(32)
+    config = settings(tmp_path, max_steps=5)
+    with pytest.raises(TaskFailed, match="no samples of class 3"):
+        trainer(config, data, loss, validation=validation, metrics={"churn": Broken()}).fit()
+    assert [event["step"] for event in of_kind(events_of(tmp_path), "checkpoint")] == [5]
+    resumed = trainer(settings(tmp_path, max_steps=5, resume="auto"), data, validation=validation).fit()
+    assert resumed.summary["status"] == "completed"
+    assert resumed.summary["last"]["step"] == 5
+    assert len(by_step(events_of(tmp_path))) == 5, "no step is trained twice"
+
+
 @pytest.mark.parametrize(("checkpoint_every", "is_saved"), [(2, True), (1000, False)])
 def test_a_failed_run_shows_how_it_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint_every: int, is_saved: bool
@@ -67,12 +94,13 @@ def test_a_failed_run_shows_how_it_continues(
     loud = Trainer(nn.Linear(4, 3), data=blobs(320), loss=failing_loss, config=config)
     with pytest.raises(TaskFailed, match="the drive is gone"):
         loud.fit()
-    saved = of_kind(events_of(tmp_path), "checkpoint")
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert bool(saved) == is_saved
     shown = capsys.readouterr().out.replace("\n", " ")
     assert ("continue with: Trainer(..., config=Config.of(resume='auto', run_dir=" in shown) == is_saved
     if is_saved:
-        assert f"the newest checkpoint is of step {saved[-1]['step']}; when the cause is removed" in shown
+        step = int(saved[-1].removeprefix("step_"))
+        assert f"the newest checkpoint is of step {step}; when the cause is removed" in shown
 
 
 @pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN"), (float("-inf"), "infinity")])

@@ -286,11 +286,26 @@ class Loop:
             return
         self._recorder.flush()
         self._heartbeat.enter_phase("evaluate")
-        is_best = self._validation.run()
+        try:
+            is_best = self._validation.run()
+        except Exception:
+            self._save_unevaluated()
+            raise
         self._recorder.restart_window()
         # With both intervals at the end of each epoch, that step is saved in any case.
         if is_best and (self._cadence.evaluate_every or self._cadence.checkpoint_every):
             self._save_checkpoint()
+
+    def _save_unevaluated(self) -> None:
+        """Save the step whose evaluation has failed: a resumed run evaluates it.
+
+        In one process alone: the other workers of a group may wait in a collective of the evaluation."""
+        if self.stepper.world.size > 1:
+            return
+        # A second error must not hide the first.
+        with suppress(Exception):
+            self._save_checkpoint()
+            self._checkpoints.finish()
 
     # Checkpoints on disk and snapshots in memory. Both flush first: the sums of the epoch are part
     # of the state.
