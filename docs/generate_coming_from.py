@@ -90,6 +90,7 @@ val_check_interval 500
 default_root_dir runs
 ckpt_path runs/last
 fast_dev_run true
+log_every_n_steps 50
 logger false""",
     ),
     Trainer(
@@ -128,7 +129,9 @@ pipeline parallelism do not exist here; the cost model says what fits without th
 orchestrator train --task lm --model Qwen3-30B-A3B --data chats.jsonl --parallel-strategy expert_parallel --workers 8
 ```
 """,
-        """expert_parallel_degree 8
+        """train_iters 1000
+tensor_model_parallel_size 2
+expert_parallel_degree 8
 expert_model_parallel_size 8
 micro_batch_size 4
 seq_len 4096
@@ -183,6 +186,8 @@ logging_steps 10
 save_strategy epoch
 eval_strategy steps
 eval_steps 100
+metric_for_best_model eval_loss
+load_best_model_at_end true
 report_to wandb""",
     ),
 )

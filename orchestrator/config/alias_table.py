@@ -73,6 +73,10 @@ EOS = "documents end with the eos_token of the model's tokenizer: leave it out"
 NO_NEFTUNE = "there is no noise on embeddings: leave it out"
 ATTENTION = "attention is torch's, which has fused kernels: leave it out"
 NO_LIGER = "experts and losses have kernels of our own: leave it out"
+NO_MODEL_PARALLEL = (
+    "tensor, pipeline and context parallelism do not exist here: leave it out; --sharding zero3 divides the "
+    "weights of a model, and --parallel-strategy expert_parallel its experts"
+)
 NO_QLORA = "weights are not quantised: leave it out; --lora 16 keeps those of the model in bf16"
 _ONE_WORKER_PER_GPU = "one worker per GPU; --devices chooses which"
 
@@ -225,6 +229,12 @@ ALIASES: Mapping[str, Alias] = {
         "moe_expert_parallel_size autoep_size",
         _EXPERT_PARALLEL_SIZE,
     ),
+    **_each(
+        "tensor_model_parallel_size tensor_parallel_degree tensor_parallel_size tp_size "
+        "pipeline_model_parallel_size pipeline_parallel_degree pp_size "
+        "context_parallel_size context_parallel_degree cp_size sequence_parallel",
+        Alias(None, note=NO_MODEL_PARALLEL),
+    ),
     **_each("dist_backend ddp_backend distributed_backend process_group_backend", Alias("backend")),
     "use_deepspeed": Alias("sharding", _yes_no("zero2", "none")),
     **_each("deepspeed deepspeed_config deepspeed_config_file", _DEEPSPEED_FILE),
@@ -277,14 +287,22 @@ ALIASES: Mapping[str, Alias] = {
     **_each("adam_epsilon adam_eps epsilon", Alias("eps")),
     **_each("ema use_ema model_ema swa", Alias("ema_decay", dict.fromkeys(_YES, "0.999"))),
     "no_weight_decay": Alias("weight_decay", dict.fromkeys(_YES, "0")),
-    **_each("warmup num_warmup_steps", Alias("warmup_steps")),
+    **_each("warmup num_warmup_steps warmup_iters lr_warmup_iters", Alias("warmup_steps")),
     "warmup_ratio": Alias("warmup_steps", dict.fromkeys(_NO, "0"), other=ANY_VALUE, note=IN_WARMUP_STEPS),
     "neftune_noise_alpha": Alias(None, note=NO_NEFTUNE),
     **_each("lr_scheduler lr_scheduler_type", Alias("schedule")),
-    **_each("max_grad_norm gradient_clip_val gradient_clipping", Alias("clip_norm")),
+    **_each(
+        "max_grad_norm gradient_clip_val gradient_clipping gradient_clip grad_clip clip_grad clip_grad_norm",
+        Alias("clip_norm"),
+    ),
     # length
-    **_each("max_epochs num_epochs num_train_epochs", Alias("epochs")),
+    **_each("max_epochs max_epoch num_epochs n_epochs num_train_epochs", Alias("epochs")),
+    **_each("max_train_steps num_train_steps max_iters train_iters", Alias("max_steps")),
     "patience": Alias("early_stopping_patience"),
+    "metric_for_best_model": Alias(
+        "early_stopping_metric", {"eval_loss": "loss", "eval_accuracy": "accuracy"}
+    ),
+    "load_best_model_at_end": Alias("keep_last", _yes_no(LEAVE_OUT, "true")),
     **_each("fast_dev_run dry_run", Alias("debug", _TRUE_FALSE)),
     "auto_optimize": Alias("auto", _TRUE_FALSE),
     "no_auto_optimize": Alias("auto", _yes_no("false", "true")),
@@ -348,17 +366,17 @@ ALIASES: Mapping[str, Alias] = {
     # record
     **_each("output_dir save_dir default_root_dir", Alias("run_dir")),
     "experiment_name": Alias("name"),
-    "save_steps": Alias("checkpoint_every"),
+    **_each("save_steps save_interval", Alias("checkpoint_every")),
     "save_total_limit": Alias("keep"),
     "resume_from_checkpoint": Alias("resume", _yes_no("auto", LEAVE_OUT)),
     "ckpt_path": Alias("resume"),
-    "logging_steps": Alias("log_every"),
+    **_each("logging_steps log_every_n_steps log_interval", Alias("log_every")),
     "save_strategy": Alias("checkpoint_every", _STRATEGY_STEPS, note="0 saves at the end of each epoch"),
     **_each(
         "eval_strategy evaluation_strategy",
         Alias("evaluate_every", _STRATEGY_STEPS, note="0 evaluates at the end of each epoch"),
     ),
-    "eval_steps": Alias("evaluate_every"),
+    **_each("eval_steps eval_interval", Alias("evaluate_every")),
     "val_check_interval": Alias("evaluate_every", note="in steps"),
     "report_to": Alias("trackers", {"none": "[]"}),
     "logger": Alias("trackers", _yes_no(LEAVE_OUT, "[]")),

@@ -84,6 +84,29 @@ def test_the_number_of_nodes_is_left_to_ray(name: str):
     )
 
 
+@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "pp_size", "context_parallel_degree"])
+def test_forms_of_parallelism_that_do_not_exist_are_answered_with_those_that_do(name: str):
+    advice = foreign_name_advice(name, "2", "flag") or ""
+    assert advice.startswith("tensor, pipeline and context parallelism do not exist here: leave it out")
+    assert "--sharding zero3" in advice
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "answer"),
+    [
+        ("log_every_n_steps", "50", "write --log-every 50"),
+        ("train_iters", "1000", "write --max-steps 1000"),
+        ("grad_clip", "1.0", "write --clip-norm 1.0"),
+        ("metric_for_best_model", "eval_loss", "write --early-stopping-metric loss"),
+        ("metric_for_best_model", "f1", "write --early-stopping-metric f1"),
+        ("load_best_model_at_end", "true", "leave it out: that is the default of keep_last"),
+        ("load_best_model_at_end", "false", "write --keep-last"),
+    ],
+)
+def test_lengths_and_intervals_of_other_trainers_are_answered(name: str, value: str, answer: str):
+    assert foreign_name_advice(name, value, "flag") == answer
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("training_mode", "data_parallel"), ("strategy", "dp"), ("enable_data_parallel", "true")],
