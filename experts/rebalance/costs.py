@@ -37,6 +37,8 @@ class Cluster:
     """Bytes per second that a host sends or receives."""
     update_bandwidth: float = math.inf
     """Bytes per second of weights, gradients and optimizer state that a host's optimizer updates."""
+    change_seconds: float = 0.0
+    """The time of a change of one layer beside the bytes that it sends."""
 
     def __post_init__(self) -> None:
         if not self.hosts or not self.bandwidth > 0:

@@ -1,8 +1,9 @@
 """Decisions to move and copy experts between hosts while training.
 
 ``decide`` compares what a change wins with what it costs. It wins the seconds by which the slowest host of
-a layer gets faster, in each step for as long as such loads usually last. It costs the bytes that it sends,
-once, and the sum of the copies' gradients and their update in each step. All functions are pure."""
+a layer gets faster, in each step for as long as such loads usually last. It costs the bytes that it sends
+and the time to carry it out, once, and the sum of the copies' gradients and their update in each step. All
+functions are pure."""
 
 from __future__ import annotations
 
@@ -256,6 +257,7 @@ class _Decision:
             self.layer,
             after,
             Transfer.between(self.layer, after, self.mean.bytes, self.num_hosts, bandwidth),
+            self.cluster.change_seconds,
             tuple(won),
             sum(map(mul, self.weights, won)),
             self._mean_imbalance(self._slowest_before),

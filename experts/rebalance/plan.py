@@ -15,6 +15,8 @@ class Plan:
     before: LayerStructure
     after: LayerStructure
     transfer: Transfer
+    change_seconds: float
+    """The time to carry it out, beside its transfer."""
     won_in_windows: tuple[float, ...]
     """Seconds per step, in each of the recent windows."""
     seconds_won: float
@@ -26,7 +28,12 @@ class Plan:
 
     def net_seconds(self, margin: float) -> float:
         """Return the seconds won in all these steps, less a multiple of the costs."""
-        return self.seconds_won * self.steps - margin * self.transfer.seconds
+        return self.seconds_won * self.steps - margin * self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """What the plan costs, once."""
+        return self.transfer.seconds + self.change_seconds
 
     def changes(self, layer: int) -> list[Change]:
         """Return a change for the moves and one for the copies and their shares."""
@@ -54,8 +61,9 @@ class Plan:
     def _reason(self, kind: ChangeKind, pairs: Sequence[tuple[Expert, Expert]]) -> str:
         what = _count(len(pairs), "expert moves", "experts move") if kind == "moved" else _copies_text(pairs)
         balance = f"slowest host {self.imbalance_before:.2f} of the mean, then {self.imbalance_after:.2f}"
-        costs = f"{_size(self.transfer.bytes)} in {_duration(self.transfer.seconds)}"
-        won = f"{_duration(self.seconds_won)} won per step for about {self.steps:.0f} steps"
+        costs = f"{_size(self.transfer.bytes)} in {_duration(self.seconds)}"
+        steps = _count(round(self.steps), "step", "steps")
+        won = f"{_duration(self.seconds_won)} won per step for about {steps}"
         return f"{what}: {balance}; {costs}, {won}"
 
 

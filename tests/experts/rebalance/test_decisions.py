@@ -270,6 +270,21 @@ def test_a_move_that_costs_more_than_it_wins_is_not_made() -> None:
         assert bool(decide([layer], [history], [COSTS], cluster, BalanceRules(max_copies=1))) == pays
 
 
+def test_other_shares_cost_the_time_of_a_change() -> None:
+    """They send nothing, but all hosts stop for them."""
+    layer = layer_on(0, 0, 1)
+    first = replace(layer.experts[0], hosts=(0, 1), split=(63, 1))
+    layer = replace(layer, experts=(first, *layer.experts[1:]))
+    history = steady(layer, [900, 300, 300])
+    (change,) = decide([layer], [history], [COSTS], cluster_of(1, 1), RULES)
+    # Hosts with 11.86 s and 3.14 s of work have 7.5 s each: 4.36 s are won per step, in 500 steps.
+    assert "the copies get other shares" in change.reason
+    assert "4.36 s won per step for about 500 steps" in change.reason
+    for seconds, pays in ((1400, True), (1500, False)):
+        cluster = replace(cluster_of(1, 1), change_seconds=seconds)
+        assert bool(decide([layer], [history], [COSTS], cluster, RULES)) == pays
+
+
 def test_a_burst_in_one_window_is_no_reason_to_change() -> None:
     layer = layer_on(0, 0, 1, 1)
     windows = [[1000] * 4] * 5 + [[9000, 1000, 1000, 1000]]

@@ -16,6 +16,7 @@ from orchestrator.record.log import Log, SilentLog
 from orchestrator.tasks.task import TensorData
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.worker import build_evolution
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
 from tests.support.loop_runs import losses_in
@@ -55,6 +56,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def run_on_host(rank: int, size: int, store: str, run_dir: Path, settings: dict[str, Any]) -> None:
+    # Experts this small would win less than a change takes. The process ends with the run.
+    build_evolution._CHANGE_SECONDS = 0.0
     batch = {"workers": size, "batch_size": GLOBAL_BATCH // size}
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 60) as world:
         config = Config.of(**SETTINGS | batch | settings, run_dir=run_dir)
