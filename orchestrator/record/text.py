@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain, repeat
 
 from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import ExpertChange
@@ -62,7 +63,7 @@ def cuda_graph_text(event: Event) -> str:
 
 def change_text(change: ExpertChange) -> str:
     """Return what changed: 'expert 4 born from 1', 'expert 2 moved to host 1'."""
-    experts = f"{'expert' if len(change.ids) == 1 else 'experts'} {_numbers(change.ids)}"
+    experts = _named("expert", change.ids)
     match change.kind:
         case "born":
             return f"{experts} born {f'from {_numbers(change.parents)}' if change.parents else 'afresh'}"
@@ -71,9 +72,9 @@ def change_text(change: ExpertChange) -> str:
         case "warmed":
             return f"{experts} ended the warm-up"
         case "moved":
-            return f"{experts} moved to {_hosts(change)}"
+            return _with_hosts(change, " moved to ", " to ")
         case "copied":
-            return f"{experts} now on {_hosts(change)}"
+            return _with_hosts(change, " now on ", " on ")
         case "undone":
             return f"change of {experts} undone"
         case _:
@@ -99,10 +100,22 @@ def change_line(change: ExpertChange) -> str:
     return f"layer {change.layer}: {change_text(change)}{number}{reason}{f' ({effect})' if effect else ''}"
 
 
-def _hosts(change: ExpertChange) -> str:
-    """Return the hosts of the copies of each expert: 'host 1', 'hosts 0 and 2', 'host 1; host 0'."""
-    texts = [f"{'host' if len(hosts) == 1 else 'hosts'} {_numbers(hosts)}" for hosts in change.hosts]
-    return "; ".join(texts if len(set(texts)) > 1 else texts[:1]) or "unknown hosts"
+def _with_hosts(change: ExpertChange, first_verb: str, verb: str) -> str:
+    """Return the experts of each host: 'expert 6 moved to host 0, experts 4 and 7 to hosts 1 and 2'."""
+    experts_of: dict[tuple[int, ...], list[int]] = {}
+    # A damaged event may have fewer hosts.
+    for expert, hosts in zip(change.ids, chain(change.hosts, repeat(())), strict=False):
+        experts_of.setdefault(hosts, []).append(expert)
+    groups = [
+        (_named("expert", experts), _named("host", hosts) if hosts else "unknown hosts")
+        for hosts, experts in experts_of.items()
+    ]
+    verbs = [first_verb] + [verb] * (len(groups) - 1)
+    return ", ".join(experts + verb + hosts for (experts, hosts), verb in zip(groups, verbs, strict=True))
+
+
+def _named(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun if len(numbers) == 1 else f'{noun}s'} {_numbers(numbers)}"
 
 
 def _numbers(numbers: Sequence[int]) -> str:

@@ -70,7 +70,15 @@ CHANGES: list[tuple[Event, str]] = [
     (expert_event(20, "moved", [4], hosts=[[2]], experts=4), "layer 0: expert 4 moved to host 2"),
     (
         expert_event(20, "moved", [4, 6, 7], hosts=[[2], [0], [2]]),
-        "layer 0: experts 4, 6 and 7 moved to host 2; host 0; host 2",
+        "layer 0: experts 4 and 7 moved to host 2, expert 6 to host 0",
+    ),
+    (
+        expert_event(20, "copied", [2, 3], hosts=[[1, 2], [0]]),
+        "layer 0: expert 2 now on hosts 1 and 2, expert 3 on host 0",
+    ),
+    (
+        expert_event(20, "moved", [4, 6], hosts=[[2]]),
+        "layer 0: expert 4 moved to host 2, expert 6 to unknown hosts",
     ),
     (expert_event(20, "copied", [2], hosts=[[0, 1]]), "layer 0: expert 2 now on hosts 0 and 1"),
     (expert_event(20, "copied", [2], hosts="x"), "layer 0: expert 2 now on unknown hosts"),
