@@ -178,11 +178,13 @@ def _place_layers(
 ) -> list[Placement]:
     """Return the placement of a file, the last one on as many hosts, or a new one.
 
-    A file is outdated once experts may have been born or moved."""
+    A file is outdated once experts may have been born or moved. It counts for the hosts that the run was
+    started on: where some of them are lost, those that are left share all experts."""
     costs = _expert_costs(facts, loads)
+    num_planned = plan.workers.value // plan.expert_replicas.value
     try:
-        is_outdated = known.get("placement_outdated", False)
-        from_file = None if is_outdated else placement_file(config, facts, len(hosts))
+        applies = len(hosts) >= num_planned and not known.get("placement_outdated", False)
+        from_file = placement_file(config, facts, len(hosts)) if applies else None
         if from_file is not None:
             return place_in_turn(costs, hosts, lambda number, *rest: placement_of(from_file[number], *rest))
         before = known.get("placement")

@@ -13,7 +13,7 @@ import torch
 
 from experts.placement.placement import ExpertCost, HostFacts, Placement, place, placement_of
 from orchestrator.config.settings import Config
-from orchestrator.errors import ResourceError
+from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.planning import plan
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies import placement as placement_module
@@ -181,10 +181,15 @@ def test_a_gpu_of_another_size_than_the_smallest_has_its_own_limit(monkeypatch: 
 
 
 def place_again(
-    known: dict[str, Any], num_hosts: int = 2, memory: float = 1e9, **settings: str
+    known: dict[str, Any],
+    num_hosts: int = 2,
+    memory: float = 1e9,
+    workers: int | None = None,
+    **settings: str,
 ) -> list[Placement]:
-    """The placement of a resumed run, by ``known`` fields of its plan."""
-    config = Config.of(parallel_strategy="expert_parallel", workers=num_hosts, **settings)
+    """The placement of a resumed run, by ``known`` fields of its plan; on fewer hosts than ``workers`` after
+    a loss."""
+    config = Config.of(parallel_strategy="expert_parallel", workers=workers or num_hosts, **settings)
     hosts = [HostFacts(1.0, memory)] * num_hosts
     return placement_module._place_layers(config, plan(config, machine(), FACTS), FACTS, hosts, known, ())
 
@@ -271,3 +276,16 @@ def test_a_file_no_longer_counts_once_experts_may_have_moved(tmp_path: Path) -> 
     assert [layer.host_of for layer in place_again(known, placement=str(file))] == [(0, 0, 0, 1, 1)] * 2
     moved = place_again(known | {"placement_outdated": True}, placement=str(file))
     assert [list(layer.host_of) for layer in moved] == BEFORE
+
+
+def test_a_file_for_more_hosts_than_are_left_gives_way(tmp_path: Path) -> None:
+    """A run that lost a host for good continues on the others, wherever the file puts the experts."""
+    file = tmp_path / "placement.json"
+    file.write_text(json.dumps({"host_of": [0, 1, 2, 2, 1]}))
+    known = KNOWN | {"placement_asked": str(file), "placement_hosts": 3}
+    left = place_again(known, num_hosts=2, workers=3, placement=str(file))
+    assert [layer.host_of for layer in left] == [layer.host_of for layer in place_again({})]
+    complete = place_again(known, num_hosts=3, placement=str(file))
+    assert {layer.method for layer in complete} == {"file"}
+    with pytest.raises(UserError, match="puts expert 2 on host 2; hosts are whole numbers from 0 to 1"):
+        place_again(known, num_hosts=2, placement=str(file))
