@@ -291,8 +291,8 @@ def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextmanager
-def hidden_worker_output(prefix: str) -> Iterator[None]:
-    """Keep Ray from printing messages with a line that begins with this prefix.
+def hidden_worker_output(*prefixes: str) -> Iterator[None]:
+    """Keep Ray from printing messages with a line that begins with one of these prefixes.
 
     Ray prints half a page for each process that dies, past its own ``log_to_driver=False``.
     """
@@ -301,7 +301,7 @@ def hidden_worker_output(prefix: str) -> Iterator[None]:
     print_original: Any = ray_worker.print_to_stdstream
 
     def print_others(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if not any(str(line).startswith(prefix) for line in data["lines"]):
+        if not any(str(line).startswith(prefixes) for line in data["lines"]):
             print_original(data, *args, **kwargs)
 
     with _replaced(ray_worker, print_to_stdstream=print_others):

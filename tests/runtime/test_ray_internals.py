@@ -76,8 +76,13 @@ def test_messages_about_dead_processes_are_not_printed(monkeypatch: pytest.Monke
         printed.extend(data["lines"])
 
     monkeypatch.setattr(ray_worker, "print_to_stdstream", print_lines)
-    with ray_internals.hidden_worker_output("A worker died"):
-        for line in ("A worker died. Lease ID: 0", "2 workers were killed: the node runs low on memory"):
+    lines = (
+        "A worker died. Lease ID: 0",
+        "Raylet is terminated. Last 20 lines of the Raylet logs:\n    [state-dump]",
+        "2 workers were killed: the node runs low on memory",
+    )
+    with ray_internals.hidden_worker_output("A worker died", "Raylet is terminated"):
+        for line in lines:
             ray_worker.print_to_stdstream({"lines": [line]}, ignore_prefix=False)
     assert printed == ["2 workers were killed: the node runs low on memory"]
     assert ray_worker.print_to_stdstream is print_lines

@@ -36,7 +36,11 @@ Note = Callable[[str], None]
 _CONNECT_TIMEOUT_S = 3
 _GROUP_START_TIMEOUT_S = 30
 """For slots that were counted before. Ray's own 60 s are for slots that an autoscaler may add."""
-_DEATH_MESSAGE = "A worker died or was killed while executing a task by an unexpected system error."
+_DEATH_MESSAGES = (
+    "A worker died or was killed while executing a task by an unexpected system error.",
+    # Of a lost node, with 20 lines of its log. A second message names the node.
+    "Raylet is terminated.",
+)
 
 _RAY_SETTINGS = {
     # Ray Train's own interval of 2 s between health checks is a fifth of a short run.
@@ -88,7 +92,7 @@ def session(config: Config, note: Note) -> Iterator[bool]:
         joined = _enter(config, note) if opens_session else True
         warn_if_open(ray.get_runtime_context().gcs_address, note)
         # The driver reports a lost worker in one line; Ray would print half a page.
-        with hidden_worker_output(_DEATH_MESSAGE):
+        with hidden_worker_output(*_DEATH_MESSAGES):
             yield joined
     finally:
         if opens_session:
