@@ -54,4 +54,5 @@ def _as_user_error(config: Config) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise UserError(f"--placement {config.parallel.placement}: {error}") from None
+        advice = "change the file, or give --placement auto"
+        raise UserError(f"--placement {config.parallel.placement}: {error}; {advice}") from None

@@ -58,7 +58,7 @@ def test_hosts_are_those_of_the_run(tmp_path: Path) -> None:
     config = Config.of(parallel_strategy="expert_parallel", placement=str(file))
     facts = model(expert_weights=((8, 8, 8), (8, 8, 8)))
     assert placement_file(config, facts, 3) == [(0, 1, 2)] * 2
-    message = "puts expert 2 on host 2; hosts are whole numbers from 0 to 1"
+    message = "hosts are whole numbers from 0 to 1; change the file, or give --placement auto"
     with pytest.raises(UserError, match=message):
         placement_file(config, facts, 2)
 
