@@ -47,6 +47,7 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
+from orchestrator.train.worker.build_evolution import CHANGE_SECONDS
 
 WIDTH = 256
 HIDDEN = 384
@@ -141,7 +142,8 @@ class Variant:
         else:
             place(model, [host_of], world.rank)
         ((_, self.layer),) = moe_layers(model)
-        self.cluster = Cluster((HostFacts(SPEED),) * world.size, BANDWIDTH, UPDATE_BANDWIDTH)
+        hosts = (HostFacts(SPEED),) * world.size
+        self.cluster = Cluster(hosts, BANDWIDTH, UPDATE_BANDWIDTH, CHANGE_SECONDS)
         self.feed = open_feed(
             task.train_data(),
             world,

@@ -271,7 +271,7 @@ def wrap_functions() -> None:
         setattr(owner, name, _wrap(getattr(owner, name), function))
     # The experts are so small that few moves would win the time that a change takes.
     build_evolution: Any = importlib.import_module(_BUILD_EVOLUTION)
-    build_evolution._CHANGE_SECONDS = 0.0
+    build_evolution.CHANGE_SECONDS = 0.0
 
 
 def find_owner(function: WrappedFunction) -> tuple[Any, str]:

@@ -32,7 +32,7 @@ _BYTES_PER_SECOND = {"gloo": 1e9, "nccl": 2e10}
 _UPDATED_BYTES_PER_SECOND = {"gloo": 4e9, "nccl": 1e12}
 """State of a copy that a CPU core and a GPU update, roughly: it decides whether a copy pays. AdamW with
 clipping reaches 8e9 on a core; gradients of copies are packed and added up besides."""
-_CHANGE_SECONDS = 0.02
+CHANGE_SECONDS = 0.02
 """What a move or copy costs beside its bytes: hosts wait for each other, and stack experts and optimizer
 state anew. Three hosts on two cores took 9 to 37 ms for other shares of copies, which send nothing. A
 constant, so that a repeated run decides alike."""
@@ -105,7 +105,7 @@ def _cluster(plan: Plan, hosts: tuple[HostFacts, ...]) -> Cluster:
     bandwidth = _BYTES_PER_SECOND.get(plan.backend.value, 1e9)
     update_bandwidth = _UPDATED_BYTES_PER_SECOND.get(plan.backend.value, 4e9)
     counted = tuple(replace(host, speed=max(host.speed, _LEAST_SPEED)) for host in hosts)
-    return Cluster(counted, bandwidth, update_bandwidth, _CHANGE_SECONDS)
+    return Cluster(counted, bandwidth, update_bandwidth, CHANGE_SECONDS)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
