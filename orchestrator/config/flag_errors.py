@@ -78,19 +78,13 @@ def _check_values(grammar: FlagGrammar, argv: Sequence[str]) -> None:
         try:
             grammar.base.but(**settings)
         except UserError as error:
-            raise _with_flags(error, settings) from None
+            raise _with_flag(error, settings) from None
 
 
-def _with_flags(error: UserError, settings: Mapping[str, Any]) -> UserError:
-    """Return an error about values of settings with the names of the flags that gave them."""
-    text = str(error)
-    for name in settings:
-        flag = f"--{name.replace('_', '-')}"
-        if text.startswith(f"{name} is "):
-            text = flag + text.removeprefix(name)
-        if "_" in name:  # others may be words of the sentence
-            text = re.sub(rf"(?<![-\w/.'\"]){name}(?!\w)", flag, text)
-    return error if text == str(error) else UserError(text)
+def _with_flag(error: UserError, settings: Mapping[str, Any]) -> UserError:
+    """Return an error about the value of a setting with the name of the flag that gave it."""
+    name, verb, rest = str(error).partition(" is ")
+    return UserError(f"--{name.replace('_', '-')}{verb}{rest}") if name in settings else error
 
 
 def _flags_with_values(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -135,7 +135,7 @@ MISTAKES = {
         "cfg.yaml",
         "--init-from",
         "x",
-        cause="resume and --init-from contradict each other",
+        cause="resume and init_from contradict each other",
         files=RESUME_CONFIG,
     ),
     "two contradicting lines": in_file(

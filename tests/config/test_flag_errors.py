@@ -32,12 +32,6 @@ REFUSED = {
     ("--experts", "4", "--top-k", "9"): "--top-k is 9 but there are only 4 experts; "
     "lower --top-k or raise --experts",
     ("--max-steps", "None", "--seed", "x"): "--seed is 'x'; a whole number was needed",
-    ("--min-experts", "9", "--max-experts", "4"): "--min-experts is 9, more than --max-experts 4; "
-    "lower --min-experts or raise --max-experts",
-    (
-        *("--evolution", "bold", "--expert-replicas", "2"),
-    ): "evolution bold and --expert-replicas 2 contradict each other: "
-    "a newborn expert would be in one group alone; leave one of them out",
 }
 
 
