@@ -20,6 +20,7 @@ from orchestrator import Callback, Loss, Metric, Trainer
 from orchestrator.errors import TaskFailed, TrainingFailed, UserError
 from orchestrator.record.callback_values import StepInfo
 from orchestrator.record.events import by_step, of_kind
+from orchestrator.train.checkpoint.writer import CheckpointWriter
 from tests.support.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 
 
@@ -50,31 +51,50 @@ def test_a_loss_that_is_no_number_from_the_start_is_not_called_a_high_learning_r
     assert "Lower --learning-rate" not in str(caught.value)
 
 
+class BrokenMetric(Metric):
+    def __init__(self) -> None:
+        super().__init__("min")
+        self.add_state("count", torch.zeros(()))
+
+    def update(self, count: int) -> None:
+        self.count = self.count + count
+
+    def compute(self) -> float:
+        raise ZeroDivisionError("no samples of class 3")
+
+
+def loss_with_metric(model: nn.Module, batch: Any) -> Loss:
+    return Loss(cross_entropy(model, batch) * len(batch[0]), len(batch[0]), {"churn": (len(batch[0]),)})
+
+
 def test_steps_whose_evaluation_fails_are_not_lost(tmp_path: Path) -> None:
-    class Broken(Metric):
-        def __init__(self) -> None:
-            super().__init__("min")
-            self.add_state("count", torch.zeros(()))
-
-        def update(self, count: int) -> None:
-            self.count = self.count + count
-
-        def compute(self) -> float:
-            raise ZeroDivisionError("no samples of class 3")
-
-    def loss(model: nn.Module, batch: Any) -> Loss:
-        return Loss(cross_entropy(model, batch) * len(batch[0]), len(batch[0]), {"churn": (len(batch[0]),)})
-
     data = blobs(320)
     validation = blobs(32)
     config = settings(tmp_path, max_steps=5)
     with pytest.raises(TaskFailed, match="no samples of class 3"):
-        trainer(config, data, loss, validation=validation, metrics={"churn": Broken()}).fit()
+        trainer(
+            config, data, loss_with_metric, validation=validation, metrics={"churn": BrokenMetric()}
+        ).fit()
     assert [event["step"] for event in of_kind(events_of(tmp_path), "checkpoint")] == [5]
     resumed = trainer(settings(tmp_path, max_steps=5, resume="auto"), data, validation=validation).fit()
     assert resumed.summary["status"] == "completed"
     assert resumed.summary["last"]["step"] == 5
     assert len(by_step(events_of(tmp_path))) == 5, "no step is trained twice"
+
+
+def test_a_step_that_cannot_be_saved_after_its_evaluation_failed_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(CheckpointWriter, "save", full_disk)
+    config = settings(tmp_path, max_steps=5)
+    parts = {"validation": blobs(32), "metrics": {"churn": BrokenMetric()}}
+    with pytest.raises(TaskFailed, match="no samples of class 3"):
+        trainer(config, blobs(320), loss_with_metric, **parts).fit()
+    messages = [event["message"] for event in of_kind(events_of(tmp_path), "warning")]
+    assert "step 5 could not be saved: no space left" in messages
 
 
 @pytest.mark.parametrize(("checkpoint_every", "is_saved"), [(2, True), (1000, False)])

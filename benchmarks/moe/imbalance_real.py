@@ -55,6 +55,7 @@ TOP_K = 1
 SPEED = 6e10  # FLOPs per second of a core, for the balancer
 BANDWIDTH = 1e9
 UPDATE_BANDWIDTH = 4e9
+ADAMW_BYTES = 16  # a weight in fp32, its gradient and two averages
 BLOCK = 5
 """Steps of one variant before the next one: noise of the machine hits all alike."""
 
@@ -168,7 +169,7 @@ class Variant:
         self.progress = Progress()
 
     def _evolution(self) -> Evolution:
-        balancer = HostBalancer([layer_costs(self.layer)], self.cluster)
+        balancer = HostBalancer([layer_costs(self.layer, ADAMW_BYTES)], self.cluster)
         plan = EvolutionPlan(0, lambda _: 1, balancer=balancer, moves=True)
         state = EvolutionState(balance_interval=FIRST_INTERVAL)
         return Evolution(plan, self.stepper, SilentLog(), None, state)
@@ -194,7 +195,7 @@ class Variant:
         loads = self.layer.load_E.tolist()
         structure = self.layer.structure
         self.figures.imbalances.append(
-            layer_imbalance(structure, loads, layer_costs(self.layer), self.cluster)
+            layer_imbalance(structure, loads, layer_costs(self.layer, ADAMW_BYTES), self.cluster)
         )
         if self.evolution is not None:
             self._change(structure)

@@ -23,7 +23,7 @@ from orchestrator.train.step.pending import PendingStep
 from orchestrator.train.step_recorder import StepRecorder
 from orchestrator.train.training import LoopHooks, Training
 from orchestrator.train.validation import Validation
-from orchestrator.types import counted
+from orchestrator.types import counted, first_line
 
 _NAMED_FAULTS = 5  # of samples that were left out
 _STEPS_AT_ONCE = 1_000_000  # of a run that is not divided into segments
@@ -302,10 +302,13 @@ class Loop:
         In one process alone: the other workers of a group may wait in a collective of the evaluation."""
         if self.stepper.world.size > 1:
             return
-        # A second error must not hide the first.
-        with suppress(Exception):
+        try:
             self._save_checkpoint()
             self._checkpoints.finish()
+        except Exception as error:
+            # A second error must not hide the first, which is raised.
+            message = f"step {self.progress.step} could not be saved: {first_line(error)}"
+            self._log.write("warning", kind="checkpoint", message=message)
 
     # Checkpoints on disk and snapshots in memory. Both flush first: the sums of the epoch are part
     # of the state.

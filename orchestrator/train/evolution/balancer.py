@@ -16,14 +16,13 @@ from orchestrator.train.checkpoint.evolution_state import EvolutionState
 _PASSES = 3  # products of a training step, in multiples of the forward pass
 _FLOPS = 2  # per weight and row, forward
 _VALUE_BYTES = 4
-_ADAMW_BYTES = 4 * _VALUE_BYTES  # a weight, its gradient and two averages
 
 FIRST_INTERVAL = 5
 """Steps from one decision to the next at the start, and after a change."""
 _MAX_INTERVAL = 80
 
 
-def layer_costs(layer: RoutedExperts, state_bytes: float = _ADAMW_BYTES) -> LayerCosts:
+def layer_costs(layer: RoutedExperts, state_bytes: float) -> LayerCosts:
     """Return the costs of a layer's experts, per unit of their hidden size.
 
     ``state_bytes`` are those of one weight, with its gradient and the optimizer's state."""

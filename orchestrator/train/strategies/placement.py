@@ -181,9 +181,8 @@ def _place_layers(
     A file is outdated once experts may have been born or moved. It counts for the hosts that the run was
     started on: where some of them are lost, those that are left share all experts."""
     costs = _expert_costs(facts, loads)
-    num_planned = plan.workers.value // plan.expert_replicas.value
     try:
-        applies = len(hosts) >= num_planned and not known.get("placement_outdated", False)
+        applies = len(hosts) >= _hosts_of_group(plan) and not known.get("placement_outdated", False)
         from_file = placement_file(config, facts, len(hosts)) if applies else None
         if from_file is not None:
             return place_in_turn(costs, hosts, lambda number, *rest: placement_of(from_file[number], *rest))
