@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experts.kernels import fused, fused_gate
+from experts.kernels import fused_gate, launching
 from experts.kernels.autocast import without_autocast
 from experts.kernels.slot_sort import count_choices
 from experts.types import Routing, Scores
@@ -107,7 +107,7 @@ class Gate(nn.Module):
 
     def _can_fuse(self, logits_TE: Tensor) -> bool:
         """Whether the fused kernel computes this gate: softmax scores without a bias."""
-        return fused.available(logits_TE) and self.scores == "softmax" and not self.bias_rate
+        return launching.available(logits_TE) and self.scores == "softmax" and not self.bias_rate
 
     def logits(self, x_TD: Tensor, noise_TD: Tensor | None = None) -> Tensor:
         logits_TE = self._products(x_TD, noise_TD)
@@ -117,7 +117,7 @@ class Gate(nn.Module):
 
     def _products(self, x_TD: Tensor, noise_TD: Tensor | None) -> Tensor:
         both_bf16 = x_TD.dtype == self.weight_ED.dtype == torch.bfloat16
-        if noise_TD is None and both_bf16 and fused.available(x_TD):
+        if noise_TD is None and both_bf16 and launching.available(x_TD):
             return fused_gate.gate_logits(x_TD, self.weight_ED)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         input_TD = x_TD.to(dtype) if noise_TD is None else x_TD.to(dtype) * noise_TD

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from experts.kernels import fused
+from experts.kernels import launching
 from experts.layer import MoELayer
 
 WARM_UP = 3
@@ -399,7 +399,7 @@ def main() -> None:
         "--profile", action="store_true", help="also where the time goes, for the second and the fourth shape"
     )
     arguments = parser.parse_args()
-    if not fused.available():
+    if not launching.available():
         parser.error("a CUDA device and Triton are needed")
     device = torch.device("cuda:0")
     torch.set_float32_matmul_precision("high")

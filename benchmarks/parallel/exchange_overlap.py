@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 from dataclasses import asdict, replace
 from itertools import count
@@ -53,7 +54,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="timed steps, after a warm-up")
     parser.add_argument("--small", action="store_true", help="a tiny model over gloo, to try it on a CPU")
     arguments = parser.parse_args()
-    rows = [_row(variant, _run(arguments, *variant)) for variant in VARIANTS]
+    rows = []
+    for variant in VARIANTS:
+        rows.append(_row(variant, _run(arguments, *variant)))
+        print("rows {}, chunks {}: {} ms a step".format(*rows[-1]), file=sys.stderr, flush=True)
     text = header("Steps of expert hosts over NCCL", arguments)
     columns = (
         *("rows", "chunks", "ms a step", "range", "exchange, ms"),
@@ -94,7 +98,7 @@ def _run(arguments: argparse.Namespace, rows: str, chunks: int) -> dict[str, Any
 
 def _host(rank: int, size: int, folder: str, rows: str, chunks: int, steps: int, small: bool) -> None:
     """Train as one host; the first one writes its figures."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     gpu = rank if torch.cuda.device_count() >= size else 0
     device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
     backend = "nccl" if device.type == "cuda" else "gloo"

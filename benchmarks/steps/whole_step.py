@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.steps.loss_curves import differences_of_losses, read_losses
 from benchmarks.steps.memory_peak import memory_report
 from benchmarks.steps.peer_steps import free_memory, timed_steps, transformers_step
 from benchmarks.steps.plain_path import plain_path
@@ -134,9 +135,8 @@ def main() -> None:
         rows += [_transformers(sizes, arguments, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     if arguments.losses is not None:
         arguments.losses.write_text(json.dumps(losses), encoding="utf-8")
-    if arguments.compare is not None:
-        others = json.loads(arguments.compare.read_text(encoding="utf-8"))
-        details += _difference_of_losses(losses, others, arguments.compare.name)
+    if arguments.compare:
+        details += differences_of_losses({"this run": losses} | read_losses(arguments.compare))
     text = header("The whole step of a decoder with experts", arguments)
     text += f"Peak of a bf16 product in this run: {peak_flops / 1e12:,.0f} TFLOP/s.\n\n"
     publish(text + _table(rows, sizes, peak_flops) + details, arguments.out)
@@ -153,7 +153,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="also the Mixtral of transformers")
     parser.add_argument("--plain", action="store_true", help="torch's own operations instead of ours")
     parser.add_argument("--losses", type=Path, help="write the losses of the steps to this file")
-    parser.add_argument("--compare", type=Path, help="compare the losses with those in this file")
+    parser.add_argument(
+        "--compare", nargs="+", type=Path, default=[], help="compare the losses with those in these files"
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", help="further settings of our run"
@@ -274,16 +276,6 @@ def _kernel_table(run: StepRun, device: torch.device) -> str:
 
 def _self_us(event: Any, device: torch.device) -> float:
     return event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
-
-
-def _difference_of_losses(losses: Sequence[float], others: Sequence[float], name: str) -> str:
-    """Return the differences of the losses of two runs, over the steps that both have."""
-    differences = [abs(one - other) for one, other in zip(losses, others, strict=False)]
-    mean, largest = statistics.mean(differences), max(differences)
-    return (
-        f"\nLosses of {len(differences)} steps against {name}: they differ by {mean:.5f} in the mean and by "
-        f"{largest:.5f} at most, in step {differences.index(largest) + 1}.\n"
-    )
 
 
 def _table(rows: Sequence[Row], sizes: Sizes, peak_flops: float) -> str:

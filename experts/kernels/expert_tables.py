@@ -13,8 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-from experts.kernels.fused import Span, contiguous_like
 from experts.kernels.grouped import MAX_GROUPS
+from experts.kernels.launching import Span, contiguous_like
 from experts.kernels.row_products import RowTiles, weight_gradient
 
 

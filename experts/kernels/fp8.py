@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from experts.kernels.fused import Span, Tile, launch, num_blocks, tile
+from experts.kernels.launching import Span, Tile, launch, num_blocks, tile
 from experts.kernels.row_products import Operands, RowTiles, launch_product
 
 if TYPE_CHECKING:

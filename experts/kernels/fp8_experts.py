@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.kernels import fp8, fused, fused_experts
+from experts.kernels import fp8, fused, fused_experts, launching
 from experts.kernels.expert_tables import (
     Rows,
     divided,
@@ -63,7 +63,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        fused.refuse_second_derivative()
+        launching.refuse_second_derivative()
         x_TD, token_R, hidden, *rows_and_matrices = ctx.saved_tensors
         rows, matrices = divided(rows_and_matrices)
         trains_experts = any(ctx.needs_input_grad[-len(matrices) :])
@@ -155,12 +155,12 @@ def _own_gradients_like(
     return gradients_like(grad_TD, x_TD, hidden, *rest)
 
 
-fused.register(
+launching.register(
     "compute_fp8(Tensor x_TD, Tensor token_R, Tensor[] rows, Tensor[] matrices) -> (Tensor, Tensor)",
     _compute,
     results_like,
 )
-fused.register(
+launching.register(
     "compute_fp8_backward(Tensor grad_TD, Tensor x_TD, Tensor token_R, Tensor hidden, Tensor[] rows, "
     "Tensor[] matrices, bool trains_experts) -> (Tensor, Tensor, Tensor[])",
     _compute_backward,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.kernels import fused, row_products
+from experts.kernels import fused, launching, row_products
 from experts.kernels.expert_tables import (
     Rows,
     TiledClass,
@@ -33,7 +33,7 @@ from experts.types import RowMap
 def works(device: torch.device, dtype: torch.dtype, width: int, sizes: Sequence[int]) -> bool:
     """Whether the function supports this device, type and these sizes."""
     fits = all(size % SIZE_MULTIPLE == 0 for size in (width, *sizes))
-    return fits and fused.available() and row_products.available(device, dtype)
+    return fits and launching.available() and row_products.available(device, dtype)
 
 
 def experts_fused(
@@ -64,7 +64,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        fused.refuse_second_derivative()
+        launching.refuse_second_derivative()
         if not torch.compiler.is_compiling():  # a compiler refuses a second pass itself
             _refuse_second_pass(ctx)
         x_TD, hidden, *rows_and_matrices = ctx.saved_tensors
@@ -169,12 +169,12 @@ def _write_hidden_gradients(
     fused.write_swiglu_gradients(inner_RH, hidden_RH, weights_R, gradients, each.span)
 
 
-fused.register(
+launching.register(
     "compute(Tensor x_TD, Tensor token_R, Tensor[] rows, Tensor[] matrices) -> (Tensor, Tensor)",
     _compute,
     results_like,
 )
-fused.register(
+launching.register(
     "compute_backward(Tensor grad_TD, Tensor x_TD, Tensor hidden, Tensor[] rows, Tensor[] matrices, "
     "bool trains_experts) -> (Tensor, Tensor, Tensor[])",
     _compute_backward,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from experts.kernels.fused import Tile, launch, num_blocks, refuse_second_derivative, register, tile
+from experts.kernels.launching import Tile, launch, num_blocks, refuse_second_derivative, register, tile
 
 if TYPE_CHECKING:
     import triton.language as tl  # pyright: ignore[reportMissingImports]

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from experts.host_copy import to_host
-from experts.kernels import cpu, fused
+from experts.kernels import cpu, fused, launching
 from experts.types import Kind
 
 
@@ -44,7 +44,7 @@ def activate(hidden: Tensor, weights_R: Tensor, kind: Kind) -> Tensor:
 
     Weighting here equals weighting the expert's output, and neither that output nor its gradient
     need be kept."""
-    if kind == "swiglu" and fused.available(hidden):
+    if kind == "swiglu" and launching.available(hidden):
         return fused.weighted_swiglu(hidden, weights_R)
     if kind == "swiglu" and cpu.available(hidden):
         return cpu.weighted_swiglu(hidden, weights_R.to(hidden.dtype))

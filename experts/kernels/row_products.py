@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from experts.kernels.fused import compiled, num_blocks
+from experts.kernels.launching import compiled, num_blocks
 
 if TYPE_CHECKING:
     import triton.language as tl  # pyright: ignore[reportMissingImports]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from experts.kernels.fused import available as has_kernels
-from experts.kernels.fused import compiled, num_blocks, register
+from experts.kernels.launching import available as has_kernels
+from experts.kernels.launching import compiled, num_blocks, register
 
 if TYPE_CHECKING:
     import triton.language as tl  # pyright: ignore[reportMissingImports]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.kernels import fused, slot_sort
+from experts.kernels import fused, launching, slot_sort
 from experts.types import RowMap, Trip
 
 
@@ -119,7 +119,7 @@ def key_dtype(num_slots: int) -> torch.dtype:
 def copy_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
     """Copy tokens to rows. Backward: the sum of the rows' gradients."""
     token_R, row_TK = row_map.token_R, row_map.row_TK
-    if fused.available(x_TD):
+    if launching.available(x_TD):
         return fused.gather_rows(x_TD, token_R, row_TK)
     result: Tensor = _CopyRows.apply(x_TD, token_R, row_TK, row_map.complete)  # pyright: ignore[reportAssignmentType]
     return result
@@ -128,7 +128,7 @@ def copy_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
 def sum_rows(rows_RD: Tensor, row_map: RowMap) -> Tensor:
     """Sum the rows of each token. Backward: copies of the token's gradient."""
     token_R, row_TK = row_map.token_R, row_map.row_TK
-    if fused.available(rows_RD):
+    if launching.available(rows_RD):
         return fused.sum_rows(rows_RD, row_TK, token_R)
     result: Tensor = _SumRows.apply(rows_RD, token_R, row_TK, row_map.complete)  # pyright: ignore[reportAssignmentType]
     return result
@@ -139,7 +139,7 @@ def sum_in_order(rows_RD: Tensor, row_map: RowMap) -> Tensor:
 
     Not differentiable: for forward and backward functions."""
     row_TK = row_map.row_TK
-    if fused.available(rows_RD):
+    if launching.available(rows_RD):
         return fused.sum_rows(rows_RD, row_TK, row_map.token_R)
     # index_add_ on a CPU adds rows one after another, in their order. Short types would be rounded
     # after each row.

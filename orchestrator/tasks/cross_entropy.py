@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from experts.kernels.fused import Tile, available, launch
+from experts.kernels.launching import Tile, available, launch
 
 if TYPE_CHECKING:
     import triton.language as tl  # pyright: ignore[reportMissingImports]

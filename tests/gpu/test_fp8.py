@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts.bank import ExpertBank
-from experts.kernels import fp8, fp8_experts, fused
+from experts.kernels import fp8, fp8_experts, launching
 from experts.kernels.fp8 import Quantised, quantise, quantise_transposed, row_product
-from experts.kernels.fused import Span
+from experts.kernels.launching import Span
 from experts.kernels.row_products import RowTiles
 from experts.layer import MoELayer
 from experts.tokens.dispatch import sort_by_slot
@@ -29,7 +29,7 @@ DEVICE = torch.device("cuda:0")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not (fused.available() and fp8_experts.works(DEVICE, torch.bfloat16, 64, [64])),
+        not (launching.available() and fp8_experts.works(DEVICE, torch.bfloat16, 64, [64])),
         reason="needs a CUDA device of Hopper or later, and Triton",
     ),
 ]

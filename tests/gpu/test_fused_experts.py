@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from experts.bank import ExpertBank
-from experts.kernels import fused, fused_experts
+from experts.kernels import fused_experts, launching
 from experts.kernels.grouped import grouped_product
 from experts.kernels.row_products import RowTiles, row_product
 from experts.layer import MoELayer
@@ -23,7 +23,7 @@ DEVICE = torch.device("cuda:0")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not (fused.available() and fused_experts.works(DEVICE, torch.bfloat16, 64, [64])),
+        not (launching.available() and fused_experts.works(DEVICE, torch.bfloat16, 64, [64])),
         reason="needs a CUDA device of Hopper or later, and Triton",
     ),
 ]

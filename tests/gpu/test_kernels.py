@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experts.kernels import fused, fused_gate
+from experts.kernels import fused, fused_gate, launching
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not fused.available(), reason="needs a CUDA device and Triton"),
+    pytest.mark.skipif(not launching.available(), reason="needs a CUDA device and Triton"),
 ]
 
 DEVICE = "cuda:0"

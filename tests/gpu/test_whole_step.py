@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experts.balance import moe_layers
-from experts.kernels import fused
+from experts.kernels import launching
 from orchestrator.config.settings import Config
 from orchestrator.tasks import token_loss as token_loss_module
 from orchestrator.tasks.cross_entropy import loss_and_gradient_fused, loss_and_gradient_plain
@@ -29,7 +29,7 @@ from tests.support.steppers import Events, mean_loss, weights
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not fused.available(), reason="needs a CUDA device and Triton"),
+    pytest.mark.skipif(not launching.available(), reason="needs a CUDA device and Triton"),
 ]
 
 DEVICE = "cuda:0"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from experts.kernels import fused
+from experts.kernels import launching
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.types import PrecisionName
 
@@ -21,15 +21,17 @@ from orchestrator.types import PrecisionName
 def emulated_gpu(precision: PrecisionName, recorder: OpRecorder) -> Iterator[None]:
     """Let the model call the fused kernels of GPUs: the shapes of their results can be traced
     anywhere."""
-    before = fused.available
-    fused.available = lambda x=None: x is None or x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    before = launching.available
+    launching.available = lambda x=None: (
+        x is None or x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
     try:
         with ExitStack() as stack:
             if precision != "fp32":
                 stack.enter_context(_GpuAutocast(recorder))
             yield
     finally:
-        fused.available = before
+        launching.available = before
 
 
 class _GpuAutocast(TorchFunctionMode):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from experts.kernels.fused import Tile, available, launch, num_blocks
+from experts.kernels.launching import Tile, available, launch, num_blocks
 from experts.weight_copy import WeightCopy
 
 if TYPE_CHECKING:

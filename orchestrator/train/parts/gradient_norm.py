@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from experts.kernels.fused import Tile, available, launch, num_blocks
+from experts.kernels.launching import Tile, available, launch, num_blocks
 
 if TYPE_CHECKING:
     import triton.language as tl  # pyright: ignore[reportMissingImports]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts.bank import ExpertBank
-from experts.kernels import expert_tables, fused
+from experts.kernels import expert_tables, launching
 from experts.kernels.choice import choose_kernel, is_fused
 from experts.kernels.expert_tables import TiledClass
 from experts.kernels.grouped import (
@@ -325,7 +325,7 @@ def test_more_experts_than_a_fused_product_takes_are_computed_in_a_loop(
 @pytest.mark.parametrize("fp8", [False, True])
 def test_our_own_kernels_compute_any_number_of_experts(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(fused, "available", lambda: True)
+    monkeypatch.setattr(launching, "available", lambda: True)
     bank = ExpertBank(64, [64] * 1024)
     bank.fp8 = fp8
     assert not bank.waits_for_counts(torch.device("cuda", 0), torch.bfloat16)

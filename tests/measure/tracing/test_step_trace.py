@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from experts.kernels import fused
+from experts.kernels import launching
 from orchestrator.config.settings import Config
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.ops import MicroBatchOps
@@ -261,7 +261,7 @@ def test_recomputation_over_several_hosts_exchanges_tokens_once() -> None:
 
 
 def test_tracing_restores_the_process() -> None:
-    before = fused.available
+    before = launching.available
     first = traced(ON_GPU, 4, task="digits")
-    assert fused.available is before
+    assert launching.available is before
     assert traced(ON_GPU, 4, task="digits") == first
