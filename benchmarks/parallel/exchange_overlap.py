@@ -57,22 +57,23 @@ def main() -> None:
     rows = []
     for variant in VARIANTS:
         rows.append(_row(variant, _run(arguments, *variant)))
-        print("rows {}, chunks {}: {} ms a step".format(*rows[-1]), file=sys.stderr, flush=True)
+        print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     text = header("Steps of expert hosts over NCCL", arguments)
     columns = (
-        *("rows", "chunks", "ms a step", "range", "exchange, ms"),
-        *("other kernels, ms", "both at once, ms", "hidden part of the exchange", "last loss"),
+        *("rows", "chunks", "ms a step", "range", "exchange, ms", "other kernels, ms", "both at once, ms"),
+        *("part of the exchange", "part of other kernels", "last loss"),
     )
     publish(text + markdown_table(columns, rows), arguments.out)
 
 
 def _row(variant: tuple[str, int], found: dict[str, Any]) -> tuple[str, ...]:
     seconds = found["seconds"]
-    times = ["–"] * 4  # a CPU has no kernels to trace
+    times = ["–"] * 5  # a CPU has no kernels to trace
     if found["overlap"] is not None:
         overlap = Overlap(**found["overlap"])
         parts = (overlap.exchange, overlap.compute, overlap.both)
-        times = [f"{time / PROFILED_STEPS / 1e6:.2f}" for time in parts] + [f"{overlap.hidden_share:.0%}"]
+        times = [f"{time / PROFILED_STEPS / 1e6:.2f}" for time in parts]
+        times += [f"{overlap.hidden_share:.0%}", f"{overlap.busy_share:.0%}"]
     return (
         *(variant[0], str(variant[1]), f"{statistics.median(seconds) * 1e3:.1f}"),
         f"{min(seconds) * 1e3:.1f}–{max(seconds) * 1e3:.1f}",

@@ -44,6 +44,11 @@ class Overlap:
         """The part of the exchange that passes beside other kernels."""
         return self.both / self.exchange if self.exchange else 0.0
 
+    @property
+    def busy_share(self) -> float:
+        """The part of the other kernels that run beside the exchange."""
+        return self.both / self.compute if self.compute else 0.0
+
 
 def kernels_of(profile: Any) -> list[KernelTime]:
     """Return the kernels of a finished profile of torch; copies and fills are none."""

@@ -317,7 +317,7 @@ def test_hosts_on_gpus_follow_the_losses_of_one_process_in_bf16(
     skip_without(backend, hosts)
     expected = digit_losses(World.single_process(GPU), 48, "bf16")
     for losses in run_ranks(digit_losses_on_host, hosts, backend, "bf16", chunks):
-        assert losses[:10] == pytest.approx(expected[:10], rel=2e-2)
+        assert losses[:10] == pytest.approx(expected[:10], rel=4e-2)
         differences = [abs(loss - other) for loss, other in zip(losses, expected, strict=True)]
         assert fmean(differences) < 1e-2
 

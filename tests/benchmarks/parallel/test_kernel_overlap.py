@@ -17,7 +17,7 @@ def test_times_at_once_are_counted_once() -> None:
     kernels = [exchange(0, 10), product(8, 12), product(11, 20), exchange(15, 18), product(15, 17)]
     found = Overlap.of(kernels)
     assert (found.exchange, found.compute, found.both) == (13, 12, 5)
-    assert found.hidden_share == 5 / 13
+    assert (found.hidden_share, found.busy_share) == (5 / 13, 5 / 12)
 
 
 def test_kernels_one_after_another_hide_nothing() -> None:
