@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from orchestrator.config.optim import OptimSettings
 from orchestrator.config.settings import Config
-from orchestrator.errors import UserError
+from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.device import gpu_of
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.gpus import Gpu
@@ -55,7 +55,7 @@ def choose_precision(config: Config, inventory: Inventory, device: str) -> Choic
 
 
 def _check_fp8_device(inventory: Inventory, device: str) -> None:
-    """Raise UserError where the device has no units, or too little memory, for products in fp8."""
+    """Raise ResourceError where the device has no units, or too little memory, for products in fp8."""
     found = "the device is the CPU"
     if device != "cpu":
         # Each GPU, not the least capability of all: later ones than 10 lack the memory.
@@ -65,7 +65,7 @@ def _check_fp8_device(inventory: Inventory, device: str) -> None:
             return
         major, minor = lacking[0].capability
         found = f"{lacking[0].name} has compute capability {major}.{minor}"
-    raise UserError(
+    raise ResourceError(
         f"--precision fp8 needs GPUs of compute capability 9 or 10 (H100, H200, B200), and {found}; "
         "leave it out, and the plan chooses what the device has"
     )

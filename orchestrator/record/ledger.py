@@ -15,7 +15,7 @@ A trial in the ledger is done: an interrupted sweep continues with the other tri
 |       | measured                                                                                          |
 
 ``status`` is ``completed``; ``stopped``, early, since other trials were better; ``failed``;
-``out_of_memory``; or ``infeasible``: the cluster lacks the resources, so the trial never started.
+``out_of_memory``; or ``infeasible``: the devices cannot run it, so the trial never started.
 The last line of a trial counts.
 """
 

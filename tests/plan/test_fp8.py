@@ -13,7 +13,7 @@ from experts.balance import moe_layers
 from experts.bank import ExpertBank, ExpertForm
 from experts.kernels.adapters import Adapters
 from orchestrator.config.settings import Config
-from orchestrator.errors import UserError
+from orchestrator.errors import ResourceError, UserError
 from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import plan, planned_facts
@@ -47,7 +47,7 @@ def test_hopper_and_data_center_blackwell_compute_in_fp8(capability: tuple[int, 
     ids=["cpu", "ada", "consumer blackwell", "an older one of two GPUs", "a later one of two GPUs"],
 )
 def test_another_device_is_refused_with_what_was_found(inventory: Inventory, found: str) -> None:
-    with pytest.raises(UserError, match=re.escape(found)) as refused:
+    with pytest.raises(ResourceError, match=re.escape(found)) as refused:
         planned(inventory, precision="fp8")
     assert "leave it out" in str(refused.value)
 

@@ -9,6 +9,8 @@ from orchestrator.config.settings import Config
 from orchestrator.config.space import MAX_POINTS, Point, Space, Values
 from orchestrator.config.sweep import Sweep, requested_workers
 from orchestrator.errors import ResourceError, UserError
+from orchestrator.plan.compute import choose_precision
+from orchestrator.plan.device import choose_worker_device
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.workers import check_cpu, choose_backend, choose_strategy, choose_workers, uses_gpus
@@ -57,7 +59,7 @@ class SweepDevices:
         return self.inventory.gpus[0].name if self.on_gpu else self.inventory.cpu_name
 
     def num_workers(self, config: Config) -> int:
-        """Return the number of workers of a trial. ResourceError if the devices are not enough."""
+        """Return the number of workers of a trial. ResourceError if the devices cannot run it."""
         count = 1
         if choose_strategy(config, self.inventory, self.cluster.joined).value != "single":
             count = choose_workers(config, self.cluster, self.inventory).value
@@ -67,7 +69,15 @@ class SweepDevices:
             share = "a GPU" if self.on_gpu else f"{self.cores} core{'s' * (self.cores > 1)}"
             present = self.cluster.text("GPUs" if self.on_gpu else "CPUs")
             raise ResourceError(f"{count} workers with {share} each were asked for; {present}")
+        self._check_precision(config)
         return count
+
+    def _check_precision(self, config: Config) -> None:
+        """Raise ResourceError for a precision that the workers' devices cannot compute in."""
+        device = "cpu"
+        if self.on_gpu:
+            device = choose_worker_device(config, self.inventory, self.cluster.gpus).value
+        choose_precision(config, self.inventory, device)
 
     def workers_or_refusal(self, config: Config, point: Point) -> int | TrialRow:
         """Return the number of workers of a point's trial; the row of the ledger if it cannot be tried."""

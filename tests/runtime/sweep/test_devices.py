@@ -6,10 +6,13 @@ import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.config.space_parser import parse_space, points_space
+from orchestrator.config.sweep import Sweep
 from orchestrator.errors import ResourceError
 from orchestrator.plan.inventory.cluster import Cluster, Node
-from orchestrator.runtime.sweep.devices import SweepDevices
-from tests.support.inventories import machine
+from orchestrator.plan.inventory.hardware import Inventory
+from orchestrator.record.ledger import TrialRow
+from orchestrator.runtime.sweep.devices import SweepDevices, check_feasible
+from tests.support.inventories import gpu, machine
 
 
 def single_node(cpus: int, cores: int, joined: bool = False) -> Cluster:
@@ -62,3 +65,32 @@ def test_workers_are_spread_over_the_nodes() -> None:
     three_nodes = Cluster(tuple(Node(f"n{number}", 3, 0, 3) for number in range(3)), joined=True)
     devices = SweepDevices.of(Config(), parse_space(["workers=1,3"]), machine(cores=3), three_nodes)
     assert (devices.cores, devices.devices) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("inventory", "found"),
+    [
+        (machine(), "the device is the CPU"),
+        (machine(gpu(capability=(8, 0))), "GPU of 80 GiB has compute capability 8.0"),
+    ],
+    ids=["cpu", "gpu without fp8"],
+)
+def test_fp8_is_infeasible_on_devices_without_it(inventory: Inventory, found: str) -> None:
+    space = parse_space(["precision=fp32,fp8"])
+    devices = SweepDevices.of(Config(), space, inventory, Cluster.of(inventory))
+    assert devices.workers_or_refusal(Config(), {"precision": "fp32"}) == 1
+    row = devices.workers_or_refusal(Config(), {"precision": "fp8"})
+    assert isinstance(row, TrialRow)
+    assert row.status == "infeasible"
+    assert found in row.reason
+
+
+def test_fp8_is_tried_on_gpus_that_have_it() -> None:
+    inventory = machine(gpu())
+    devices = SweepDevices.of(Config(), parse_space(["precision=fp8"]), inventory, Cluster.of(inventory))
+    assert devices.workers_or_refusal(Config(), {"precision": "fp8"}) == 1
+
+
+def test_fp8_alone_is_refused_before_a_cluster_starts() -> None:
+    with pytest.raises(ResourceError, match=r"none of the 1 points can be tried here; the first: .*fp8"):
+        check_feasible(Sweep(parse_space(["precision=fp8"])), Config(), machine())
