@@ -129,10 +129,12 @@ class CheckpointEvaluation:
 
     def _banner_rows(self, prepared: PreparedRun) -> list[tuple[str, str]]:
         from orchestrator.train.worker.prepared_run import banner_rows
+        from orchestrator.train.worker.resume import experts_to_show
 
         checkpoint = self._checkpoint
         choice = f" ({checkpoint.choice})" if checkpoint.choice else ""
-        rows = dict(banner_rows(prepared, checkpoint.path))
+        saved = experts_to_show(prepared.resolved.config, checkpoint.path.parent.parent)
+        rows = dict(banner_rows(prepared, checkpoint.path, saved=saved))
         samples = prepared.facts.validation_samples
         batch = prepared.plan.eval_batch_size
         return [

@@ -51,9 +51,7 @@ class TrainingRun:
         from orchestrator.train.remote.run import mirroring
         from orchestrator.train.worker.final_model import final_model
         from orchestrator.train.worker.observers import open_event_log, requests_of, stop_on_signal
-        from orchestrator.train.worker.prepared_run import banner_rows
         from orchestrator.train.worker.run import Supervision, count_starts, record_failure, run_worker
-        from orchestrator.train.worker.run_dir import remote_of
         from orchestrator.train.worker.torch_settings import preserved_random_state
 
         start_s = perf_counter()
@@ -66,7 +64,7 @@ class TrainingRun:
             stop_on_signal() as stop_requested,
             mirroring(self.remote, log, config.checkpoint.keep),
         ):
-            self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
+            self._show_banner(prepared, run_dir)
             supervision = Supervision(requests_of(stop_requested, self.callbacks))
             try:
                 outcome, model = run_worker(prepared, world, run_dir, log, supervision)
@@ -82,12 +80,10 @@ class TrainingRun:
         """Train on the workers of a cluster, to the end. ``start_s`` is when the run was asked for."""
         from orchestrator.runtime.driver import Observers, drive
         from orchestrator.train.worker.final_model import final_model
-        from orchestrator.train.worker.prepared_run import banner_rows
         from orchestrator.train.worker.run import count_starts
-        from orchestrator.train.worker.run_dir import remote_of
 
         starts_before = count_starts(run_dir)
-        self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
+        self._show_banner(prepared, run_dir)
         observers = Observers(self.screen, self.callbacks, self.remote, self._listeners(run_dir))
         try:
             status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
@@ -105,12 +101,15 @@ class TrainingRun:
         self.metrics.run_name = run_dir.name
         return [self.metrics]
 
-    def _show_banner(self, prepared: PreparedRun, rows: list[tuple[str, str]]) -> None:
-        from orchestrator.train.worker.prepared_run import loss_note
+    def _show_banner(self, prepared: PreparedRun, run_dir: Path) -> None:
+        from orchestrator.train.worker.prepared_run import banner_rows, loss_note
+        from orchestrator.train.worker.resume import experts_to_show
+        from orchestrator.train.worker.run_dir import remote_of
         from orchestrator.train.worker.run_settings import resume_lines
 
-        self.screen.banner(rows, "expert-orchestrator")
         config = prepared.resolved.config
+        saved = experts_to_show(config, run_dir)
+        self.screen.banner(banner_rows(prepared, run_dir, remote_of(run_dir), saved), "expert-orchestrator")
         plan = prepared.plan
         for line in resume_lines(self.resumed, prepared.changes, config.checkpoint.resume):
             self.screen.note(line)

@@ -16,6 +16,7 @@ from orchestrator.plan.planning import Plan
 from orchestrator.plan.reasons import trained_text
 from orchestrator.redaction import Secrets, longest_first, secrets_in
 from orchestrator.tasks.task import Task
+from orchestrator.train.checkpoint.saved_experts import SavedExperts
 from orchestrator.types import count_text, counted
 
 
@@ -91,14 +92,16 @@ def plan_json(prepared: PreparedRun) -> dict[str, Any]:
     }
 
 
-def banner_rows(prepared: PreparedRun, run_dir: Path, remote: str | None = None) -> list[tuple[str, str]]:
-    """Return the rows of the start-up banner. ``remote`` is the address of the remote folder."""
+def banner_rows(
+    prepared: PreparedRun, run_dir: Path, remote: str | None = None, saved: SavedExperts | None = None
+) -> list[tuple[str, str]]:
+    """Return the rows of the start-up banner.
+
+    ``remote`` is the address of the remote folder. ``saved`` are the experts of the checkpoint to start
+    from, where they are not as the task builds them."""
     plan = prepared.plan
     facts = prepared.facts
-    experts = ""
-    if facts.experts:
-        experts = f", {counted(facts.experts, 'expert')} in {counted(facts.moe_layers, 'layer')}"
-    task = f"{prepared.resolved.config.task} ({count_text(facts.parameters)} parameters{experts})"
+    task = f"{prepared.resolved.config.task} ({_model_text(facts, saved)})"
     trained = trained_text(facts)
     return [
         ("task", task),
@@ -111,6 +114,23 @@ def banner_rows(prepared: PreparedRun, run_dir: Path, remote: str | None = None)
         ("steps", _steps_text(plan)),
         ("folder", f"{run_dir}, uploaded to {remote}" if remote else str(run_dir)),
     ]
+
+
+def _model_text(facts: ModelFacts, saved: SavedExperts | None) -> str:
+    parameters = f"{count_text(facts.parameters)} parameters"
+    layers = counted(facts.moe_layers, "layer")
+    if saved is not None:
+        # The parameters were counted in the model that the task builds.
+        return f"{parameters} as built, {_saved_text(saved)} in {layers} as saved"
+    return f"{parameters}, {counted(facts.experts, 'expert')} in {layers}" if facts.experts else parameters
+
+
+def _saved_text(saved: SavedExperts) -> str:
+    """Return the number of experts in a layer; layers may differ."""
+    counts = [len(layer.experts) for layer in saved.layers]
+    fewest = min(counts)
+    most = counted(max(counts), "expert")
+    return most if fewest == max(counts) else f"{fewest} to {most}"
 
 
 def _count_text(samples: int | None) -> str:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from experts.balance import gated_layers
 from experts.expert_state import remote_expert_names
 from orchestrator.config.settings import Config
-from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.record.log import Log
+from orchestrator.errors import CheckpointDamaged, OrchestratorError, UserError
+from orchestrator.record.log import Log, SilentLog
 from orchestrator.train.checkpoint.files import KINDS, MANIFEST, Contents, load
 from orchestrator.train.checkpoint.hashed_file import no_progress
 from orchestrator.train.checkpoint.progress import Progress, read_progress
@@ -71,6 +71,18 @@ def saved_experts_to_start_with(
     fields = _newest_experts(source, start, begins_anew) if start.world.is_main else None
     fields = start.world.broadcast_value("experts", fields)
     return read_experts({"experts": fields}) if fields else None
+
+
+def experts_to_show(config: Config, run_dir: Path) -> SavedExperts | None:
+    """Return the experts of the checkpoint that a run will start from, if some were born, merged or pruned.
+
+    The workers read them again. A checkpoint that this process cannot read is theirs to refuse."""
+    store = CheckpointStore(run_dir / "checkpoints", repair=False)
+    start = StartPoint(store, World.single_process(), SilentLog())
+    with suppress(OrchestratorError, OSError):
+        saved = saved_experts_to_start_with(config, start, None)
+        return saved if saved is not None and saved.have_changed else None
+    return None
 
 
 def _newest_experts(source: str, start: StartPoint, begins_anew: bool) -> dict[str, Any]:

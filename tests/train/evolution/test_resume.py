@@ -9,14 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from experts.structure import LayerStructure
 from orchestrator.config.settings import Config
+from orchestrator.plan.inventory.cluster import Cluster
+from orchestrator.record.callbacks import CallbackRunner
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.record.log import Log, SilentLog
+from orchestrator.record.screen import Screen
+from orchestrator.train.checkpoint.saved_experts import SavedExperts
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.worker.prepared_run import PreparedRun
+from orchestrator.train.worker.prepared_run import PreparedRun, banner_rows
+from orchestrator.train.worker.resume import experts_to_show
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
+from orchestrator.training_run import TrainingRun
 from tests.support.loop_runs import SMALL, losses_in
 from tests.support.ranks import run_ranks
 
@@ -140,3 +147,84 @@ def test_three_hosts_continue_a_run_of_one_process(whole: Path, moment: str, tmp
     copy_until(whole, run_dir, step)
     run_ranks(resume_on_host, 3, run_dir)
     assert losses_in(run_dir)[:10] == pytest.approx(losses_in(whole)[step : step + 10], rel=1e-4)
+
+
+class _BannerShown(Exception):
+    """Ends a run once its banner is on the screen."""
+
+
+def end_run(*_: Any) -> None:
+    raise _BannerShown
+
+
+def task_in(output: str) -> str:
+    """Return the task and its model, as a banner shows them."""
+    text = " ".join(output.replace("│", " ").split())
+    return text[text.index("digits (") : text.index(")") + 1]
+
+
+def experts_text(whole: Path, step: int) -> str:
+    """Return the end of the model's description after a change of experts in this step."""
+    number = next(change["experts"] for change in reversed(changes_in(whole)) if change["step"] == step)
+    assert number != EVOLVING["experts"]
+    return f" parameters as built, {number} experts in 1 layer as saved)"
+
+
+def train(prepared: PreparedRun, run_dir: Path, hosts: int) -> None:
+    """Train as ``Trainer`` does, in this process or on hosts."""
+    training = TrainingRun(Screen(), CallbackRunner([]), None, None, None, None, False)
+    if hosts == 1:
+        training.in_process(prepared, run_dir)
+    else:
+        training.on_workers(prepared, Cluster.of(prepared.inventory), run_dir, 0.0)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_banner_shows_the_experts_of_the_checkpoint(
+    whole: Path,
+    hosts: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step = steps_to_resume_at(whole)["after a birth"]
+    run_dir = tmp_path / "run"
+    copy_until(whole, run_dir, step)
+    parallel = {"workers": hosts, "parallel_strategy": "expert_parallel"} if hosts > 1 else {}
+    prepared = prepare(run_dir, max_steps=STEPS, resume="auto", **parallel)
+    # Training itself is not of interest.
+    monkeypatch.setattr("orchestrator.train.worker.run.run_worker", end_run)
+    monkeypatch.setattr("orchestrator.runtime.driver.drive", end_run)
+    with pytest.raises(_BannerShown):
+        train(prepared, run_dir, hosts)
+    assert task_in(capsys.readouterr().out).endswith(experts_text(whole, step))
+
+
+def test_the_banner_of_an_evaluation_shows_the_experts_of_the_checkpoint(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = steps_to_resume_at(whole)["after a birth"]
+    copy_until(whole, tmp_path / "run", step)
+    config = Config.of(**EVOLVING)
+    Trainer(config=config).evaluate(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")
+    assert task_in(capsys.readouterr().out).endswith(experts_text(whole, step))
+
+
+def test_layers_with_other_numbers_of_experts_are_shown_by_their_range(tmp_path: Path) -> None:
+    layers = [LayerStructure.initial(f"moe{number}", [8] * number) for number in (3, 5)]
+    rows = dict(banner_rows(prepare(tmp_path), tmp_path, saved=SavedExperts(tuple(layers))))
+    assert "3 to 5 experts in" in rows["task"]
+    assert "4 experts in 1 layer)" in dict(banner_rows(prepare(tmp_path), tmp_path))["task"]
+
+
+def test_the_banner_of_a_run_without_a_readable_checkpoint_shows_the_experts_of_the_task(
+    whole: Path, tmp_path: Path
+) -> None:
+    step = steps_to_resume_at(whole)["after a birth"]
+    run_dir = tmp_path / "run"
+    config = Config.of(**EVOLVING, resume="auto")
+    assert experts_to_show(config, run_dir) is None
+    copy_until(whole, run_dir, step)
+    assert experts_to_show(config, run_dir) is not None
+    (run_dir / "checkpoints" / f"step_{step:08d}" / "manifest.json").write_text("{")
+    assert experts_to_show(config, run_dir) is None
