@@ -20,6 +20,7 @@ from orchestrator.record.events import of_kind, read_events
 from orchestrator.report.run.page import draw_report
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.remote import mirror
 from tests.support.blob_trainers import Blobs, blobs, settings
 from tests.support.language_models import lm_config
@@ -340,3 +341,30 @@ def test_generations_of_a_language_model_are_in_the_result_and_on_the_page(
     (data,) = config.data.data
     assert main(["evaluate", str(run_dir), "--validation-data", data, "--max-new-tokens", "0"]) == 0
     assert json.loads(path.read_text())["samples"] > held_out_samples
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompts", "a\udcff"], r"--prompts 'a\udcff': the tokenizer refuses the text"),
+        (["--max-new-tokens", "256"], "--max-new-tokens is 256, but the model has positions for 256 tokens"),
+    ],
+    ids=["half a character", "no room for a prompt"],
+)
+def test_prompts_are_refused_before_the_evaluation(
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = lm_config(tmp_path, run_dir=tmp_path / "run", max_steps=1, trackers=(), monitor_gpu=False)
+    Trainer(config=config, quiet=True).fit()
+    capsys.readouterr()
+
+    def evaluate(_: Evaluation) -> None:
+        raise AssertionError("the data was evaluated")
+
+    monkeypatch.setattr(Evaluation, "__call__", evaluate)
+    assert main(["evaluate", str(tmp_path / "run"), *flags]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

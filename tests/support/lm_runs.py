@@ -11,7 +11,7 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.tasks.generation import GenerationOptions
-from orchestrator.train.evaluation.generation import Generation, generate
+from orchestrator.train.evaluation.generation import Generation, find_prompts, generate
 from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.stores import file_store
@@ -55,8 +55,8 @@ def train_lm(config: Config, world: World, prompts: Sequence[str] = ()) -> LmRun
     )
     losses = [mean_loss(totals) for totals in run_steps(stepper, feed, STEPS)]
     options = GenerationOptions(tuple(prompts), max_new_tokens=12)
-    data = task.validation_data()
-    generations = generate(parts.strategy, world, parts.precision, data, options)
+    found = find_prompts(task, options)
+    generations = generate(parts.strategy, world, parts.precision, found, options.max_new_tokens)
     return LmRun(losses, generations, events.events)
 
 

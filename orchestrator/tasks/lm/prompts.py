@@ -8,16 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orchestrator.errors import UserError
 from orchestrator.tasks.generation import Prompt
+from orchestrator.types import first_line
 
 _NUM_PROMPTS = 3
 _TEXT_TOKENS = 32
 """Most tokens of a text that are given; the model continues them."""
+_SHOWN_CHARACTERS = 60
 _NO_LABEL = -100
 
 
 def prompt_of(text: str, tokenizer: Any, is_chat: bool) -> Prompt:
-    """Return a text as a prompt: in a chat as the message of a user, else as it is."""
+    """Return a text as a prompt: in a chat as the message of a user, else as it is.
+
+    Raises ``UserError`` for a text that the tokenizer or its chat template refuses."""
+    from jinja2 import TemplateError
+
+    try:
+        return _tokenised(text, tokenizer, is_chat)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        # repr: half a character, as of a wrong encoding, could not be shown.
+        raise UserError(
+            f"--prompts {text[:_SHOWN_CHARACTERS]!r}: the tokenizer refuses the text ({first_line(error)}); "
+            "change it, or leave it out"
+        ) from None
+
+
+def _tokenised(text: str, tokenizer: Any, is_chat: bool) -> Prompt:
     if not is_chat or not tokenizer.chat_template:
         tokens = tokenizer(text)["input_ids"]
         # Some tokenizers end each text; the model is to continue this one.

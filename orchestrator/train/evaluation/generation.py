@@ -13,6 +13,7 @@ from torch import Tensor
 
 from experts.context import StepContext
 from orchestrator.tasks.generation import Generating, GenerationOptions, Prompt
+from orchestrator.tasks.user_code import user_code
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.base import Strategy
@@ -21,20 +22,27 @@ Generation = dict[str, str | None]
 """``prompt``, ``text`` and, from the data, ``reference``."""
 
 
+def find_prompts(task: Any, options: GenerationOptions) -> list[Prompt]:
+    """Return the prompts of the options, or of the task's validation data; none if nothing is generated."""
+    if not hasattr(task, "prompts") or not options.max_new_tokens:
+        return []
+    with user_code("reading the validation data"):
+        data = task.validation_data() if hasattr(task, "validation_data") else None
+    if data is None:
+        return []  # the evaluation refuses it
+    return task.prompts(options.prompts, data, options.max_new_tokens)
+
+
 def generate(
-    strategy: Strategy, world: World, precision: Precision, data: Any, options: GenerationOptions
+    strategy: Strategy, world: World, precision: Precision, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[Generation]:
-    """Return the continuations of the prompts; none of a task that cannot generate.
+    """Return the continuations of the prompts.
 
     All workers must call it. The main worker chooses each token, so that all stop together."""
-    task: Any = strategy.task
-    if not hasattr(task, "prompts"):
-        return []
-    limit = options.max_new_tokens
-    prompts = task.prompts(options.prompts, data, limit) if limit else []
     if not prompts:
         return []
-    continued = _continue(task, strategy, world, precision, prompts, limit)
+    task: Any = strategy.task
+    continued = _continue(task, strategy, world, precision, prompts, max_new_tokens)
     return [
         {"prompt": task.decode(prompt.tokens), "text": task.decode(tokens), "reference": prompt.reference}
         for prompt, tokens in zip(prompts, continued, strict=True)

@@ -16,7 +16,7 @@ from orchestrator.train.checkpoint.progress import read_progress
 from orchestrator.train.checkpoint.restore import restore_model
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.evaluation.evaluate import Evaluation
-from orchestrator.train.evaluation.generation import generate
+from orchestrator.train.evaluation.generation import find_prompts, generate
 from orchestrator.train.parts.weight_average import SLOT
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.build import build_evaluation
@@ -43,6 +43,8 @@ def evaluate_checkpoint(
     Return its step, the fields of an ``evaluate`` event, and the continuations of prompts where the task
     generates text. All workers must call it."""
     config = prepared.resolved.config
+    # First: a prompt that is refused must not cost an evaluation.
+    prompts = find_prompts(prepared.task, options)
     store = store or CheckpointStore(Path(str(config.checkpoint.resume)).parent, repair=False)
     start = StartPoint(store, world, SilentLog())
     saved = saved_experts_to_start_with(config, start, None)
@@ -59,8 +61,9 @@ def evaluate_checkpoint(
         step = _restore(config, start, parts)
         evaluation.on_progress = _BatchCounter(evaluation, on_batch)
         fields = {"step": step, **evaluation()}
-        data = task.validation_data()
-        fields["generations"] = generate(parts.strategy, world, parts.precision, data, options)
+        fields["generations"] = generate(
+            parts.strategy, world, parts.precision, prompts, options.max_new_tokens
+        )
         return fields
     finally:
         if evaluation is not None:

@@ -13,7 +13,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.tasks.lm.task import LanguageModel
-from orchestrator.train.evaluation.generation import generate
+from orchestrator.train.evaluation.generation import find_prompts, generate
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.base import Strategy
@@ -33,8 +33,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 def generated(task: LanguageModel, options: GenerationOptions) -> list[dict[str, Any]]:
     strategy = Strategy(task.build_model(), task)
-    data = task.validation_data()
-    return generate(strategy, World.single_process(), Precision("fp32", CPU), data, options)
+    prompts = find_prompts(task, options)
+    precision = Precision("fp32", CPU)
+    return generate(strategy, World.single_process(), precision, prompts, options.max_new_tokens)
 
 
 def greedy(task: LanguageModel, text: str, new_tokens: int) -> str:
@@ -110,6 +111,15 @@ def test_prompts_have_the_template_if_the_data_had_it(
     assert (given["prompt"] == "two plus") is not as_messages
 
 
+def test_a_text_that_the_tokenizer_or_the_template_refuses_is_named(config: Config) -> None:
+    task = DoubleLanguageModel(config)
+    with pytest.raises(UserError, match=r"--prompts 'a\\udcff': the tokenizer refuses the text \("):
+        find_prompts(task, GenerationOptions(("hello", "a\udcff")))
+    task.tokenizer.chat_template = "{{ raise_exception('a system message is needed') }}"
+    with pytest.raises(UserError, match=r"--prompts 'hello': .*\(a system message is needed\); change it"):
+        find_prompts(task, GenerationOptions(("hello",)))
+
+
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_hosts_generate_as_one_process_does(config: Config, hosts: int) -> None:
     expected = train_lm(config, World.single_process(), PROMPTS)
@@ -132,7 +142,8 @@ def test_a_task_without_text_generates_nothing() -> None:
     task = Splits()
     strategy = Strategy(task.build_model(), task)
     world = World.single_process()
-    assert generate(strategy, world, Precision("fp32", CPU), None, GenerationOptions()) == []
+    prompts = find_prompts(task, GenerationOptions())
+    assert generate(strategy, world, Precision("fp32", CPU), prompts, 4) == []
 
 
 def test_files_of_prompts_have_one_a_line(tmp_path: Path) -> None:
