@@ -33,8 +33,8 @@ reads these lines.
 |            | last sleep), hosts [rank], age (steps since birth), parents, warming}], coactivation       |
 |            | [[id, id, share of the rarer one's tokens that also chose the other]], similarity          |
 |            | [[id, id, -1 to 1]]}]; pairs with small values are left out                                |
-| epoch      | epoch, step, seconds, samples, loss (mean), samples_per_second, memory {allocated,         |
-|            | reserved}                                                                                  |
+| epoch      | epoch, step, seconds (of its steps), samples, loss (mean), samples_per_second, memory      |
+|            | {allocated, reserved}                                                                      |
 | evaluate   | step, epoch, loss, metrics, samples, seconds, best                                         |
 | checkpoint | step, path, bytes, seconds (until it is safe on disk), stall (the part of the seconds      |
 |            | during which the loop was blocked)                                                         |

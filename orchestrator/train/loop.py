@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 
 from torch import Tensor
 
@@ -126,7 +125,6 @@ class Loop:
         if outcome is not None:
             return outcome
         while progress.epoch < self._cadence.epochs:
-            epoch_began_s = perf_counter()
             self.memory.start_epoch()
             for batch in self._batches():
                 # --max-steps may end the run inside an epoch.
@@ -145,7 +143,7 @@ class Loop:
                 if outcome is not None:
                     return outcome
                 yield
-            self._end_epoch(epoch_began_s)
+            self._end_epoch()
             if self._cadence.evaluate_every == 0 and self._out_of_patience():
                 return self._stopped_early()
             outcome = self._follow(self._votes.agreed())
@@ -225,15 +223,18 @@ class Loop:
         else:
             self._evolution.after_step(self.progress)
 
-    def _end_epoch(self, began_s: float) -> None:
-        """Record the epoch, move on to the next one, and save."""
+    def _end_epoch(self) -> None:
+        """Record the epoch, move on to the next one, and save.
+
+        Its seconds are those of its steps. A run that resumes at the end of an epoch records it again with
+        the same figures."""
         progress = self.progress
         self._recorder.flush()
         self._log.write(
             "epoch",
             epoch=progress.epoch,
             step=progress.step,
-            seconds=perf_counter() - began_s,
+            seconds=progress.epoch_seconds,
             samples=progress.position,
             loss=progress.epoch_loss / max(1.0, progress.epoch_count),
             samples_per_second=progress.position / max(1e-9, progress.epoch_seconds),

@@ -62,6 +62,20 @@ def test_a_resume_inside_an_epoch_uses_each_sample_once(tmp_path: Path) -> None:
     assert replace(loop.progress, epoch_seconds=0.0) == replace(whole.progress, epoch_seconds=0.0)
 
 
+def test_a_resume_at_the_end_of_an_epoch_records_the_epoch_as_it_was(tmp_path: Path) -> None:
+    run_loop(tmp_path / "whole", epochs=1)
+    (whole,) = of_kind(read_events(tmp_path / "whole" / "events.jsonl"), "epoch")
+    first = tmp_path / "first"
+    run_loop(first, epochs=2, checkpoint_every=whole["step"], keep=9)
+    # The checkpoint was written before the end of the epoch was known.
+    saved = first / "checkpoints" / f"step_{whole['step']:08}"
+    run_loop(tmp_path / "second", epochs=2, resume=str(saved))
+    runs = (first, tmp_path / "second")
+    expected, found = (of_kind(read_events(run / "events.jsonl"), "epoch")[0] for run in runs)
+    fields = ("epoch", "step", "seconds", "samples", "loss", "samples_per_second")
+    assert {name: found[name] for name in fields} == {name: expected[name] for name in fields}
+
+
 @pytest.mark.parametrize("is_main", [True, False])
 def test_all_wait_while_the_main_worker_sets_checkpoints_aside(is_main: bool) -> None:
     calls: list[object] = []
