@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from orchestrator.data.parquet import ParquetRows
     from orchestrator.data.source import Source
     from orchestrator.evaluations import EvaluationResult
-    from orchestrator.record.callbacks import Callback, Request
-    from orchestrator.record.monitor import Monitor
+    from orchestrator.record.callbacks.callbacks import Callback, Request
+    from orchestrator.record.machine.monitor import Monitor
     from orchestrator.report.run.frames import read_run
     from orchestrator.report.run.graph_files import read_expert_graph
     from orchestrator.report.run.page import draw_report
@@ -30,13 +30,13 @@ _HOMES = {
     "AUC": "orchestrator.tasks.metrics",
     "F1": "orchestrator.tasks.metrics",
     "Perplexity": "orchestrator.tasks.metrics",
-    "Callback": "orchestrator.record.callbacks",
+    "Callback": "orchestrator.record.callbacks.callbacks",
     "Config": "orchestrator.config.settings",
     "EvaluationResult": "orchestrator.evaluations",
     "JsonLines": "orchestrator.data.json_lines",
     "Metric": "orchestrator.config.metric",
     "ParquetRows": "orchestrator.data.parquet",
-    "Request": "orchestrator.record.callbacks",
+    "Request": "orchestrator.record.callbacks.callbacks",
     "Trainer": "orchestrator.trainer",
     "Result": "orchestrator.result",
     "Source": "orchestrator.data.source",
@@ -44,7 +44,7 @@ _HOMES = {
     "Loss": "orchestrator.tasks.task",
     "TensorData": "orchestrator.tasks.task",
     "TokenFile": "orchestrator.tasks.token_file",
-    "Monitor": "orchestrator.record.monitor",
+    "Monitor": "orchestrator.record.machine.monitor",
     "check": "orchestrator.cli.check",
     "draw_report": "orchestrator.report.run.page",
     "read_expert_graph": "orchestrator.report.run.graph_files",

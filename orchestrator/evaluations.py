@@ -15,7 +15,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.record.evaluation_screen import EvaluationScreen
+from orchestrator.record.screen.evaluation_screen import EvaluationScreen
 from orchestrator.redaction import mask_tree
 from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.types import VERSION, Choice, counted

@@ -13,12 +13,18 @@ from orchestrator.config.sweep import Sweep
 from orchestrator.config.writer import changed_settings
 from orchestrator.errors import Interrupted, OrchestratorError, ResourceError, TrainingFailed, UserError
 from orchestrator.plan.inventory.hardware import results_folder, secret_values
-from orchestrator.record.ledger import SETTINGS_NOT_KEPT, Ledger, SweepRecord, holds_sweep, read_sweep_record
+from orchestrator.record.files.ledger import (
+    SETTINGS_NOT_KEPT,
+    Ledger,
+    SweepRecord,
+    holds_sweep,
+    read_sweep_record,
+)
 from orchestrator.storage.address import refuse_address
 from orchestrator.types import VERSION, speed_text
 
 if TYPE_CHECKING:
-    from orchestrator.record.sweep_screen import SweepScreen
+    from orchestrator.record.screen.sweep_screen import SweepScreen
     from orchestrator.runtime.sweep.devices import SweepDevices
     from orchestrator.train.worker.prepared_run import PreparedRun
 
@@ -27,7 +33,7 @@ def run_trials(
     sweep: Sweep, prepared: PreparedRun, devices: SweepDevices, earlier: SweepRecord | None, quiet: bool
 ) -> SweepRecord:
     """Run the trials that are not done yet, and draw the report."""
-    from orchestrator.record.sweep_screen import SweepScreen
+    from orchestrator.record.screen.sweep_screen import SweepScreen
     from orchestrator.runtime.sweep.run import SweepRun
     from orchestrator.train.worker.observers import stop_on_signal
     from orchestrator.train.worker.run_dir import check_links
@@ -54,7 +60,7 @@ def run_trials(
 
 def finish_sweep(sweep: Sweep, folder: Path, quiet: bool) -> SweepRecord:
     """Draw the report of a sweep whose trials are all done, and say how it ended."""
-    from orchestrator.record.sweep_screen import SweepScreen
+    from orchestrator.record.screen.sweep_screen import SweepScreen
 
     screen = SweepScreen(quiet=quiet, objective=sweep.objective, secrets=secret_values())
     screen.note(f"all {sweep.num_trials} trials of {folder} are done already; drawing the report again")

@@ -37,10 +37,10 @@ from orchestrator.plan.workers import (
     workers_flag,
 )
 from orchestrator.preparation import prepare_run
-from orchestrator.record.callbacks import CallbackRunner, as_callbacks, load_callbacks
+from orchestrator.record.callbacks.callbacks import CallbackRunner, as_callbacks, load_callbacks
 from orchestrator.record.live.endpoint import RunMetrics, metrics_endpoint
-from orchestrator.record.screen import Screen
-from orchestrator.record.tracker_backends import check_trackers
+from orchestrator.record.screen.screen import Screen
+from orchestrator.record.trackers.tracker_backends import check_trackers
 from orchestrator.result import Result
 from orchestrator.storage.address import location_text
 from orchestrator.tasks.generation import MAX_NEW_TOKENS, GenerationOptions
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from orchestrator.config.sweep import Sweep
     from orchestrator.evaluations import CheckpointEvaluation, EvaluationResult
     from orchestrator.measure.bench import BenchResult
-    from orchestrator.record.ledger import SweepRecord
+    from orchestrator.record.files.ledger import SweepRecord
     from orchestrator.tasks.task import Task
     from orchestrator.train.remote.run import RemoteRun
     from orchestrator.train.worker.batch_size import BatchSizeResult
@@ -313,7 +313,7 @@ class Trainer:
         """
         from orchestrator.config.metric import declared_metrics
         from orchestrator.config.objective import complete_objective
-        from orchestrator.record.ledger import read_sweep_record
+        from orchestrator.record.files.ledger import read_sweep_record
         from orchestrator.sweeps import finish_sweep, is_complete, run_trials
         from orchestrator.tasks.load import load_task
 

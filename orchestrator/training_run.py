@@ -13,10 +13,10 @@ from orchestrator.plan.evolution import unused_thresholds
 from orchestrator.plan.experts import unused_settings
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.record.callbacks import CallbackRunner
-from orchestrator.record.events import DriverLog, Listener
+from orchestrator.record.callbacks.callbacks import CallbackRunner
+from orchestrator.record.files.events import DriverLog, Listener
 from orchestrator.record.live.endpoint import RunMetrics
-from orchestrator.record.screen import Screen
+from orchestrator.record.screen.screen import Screen
 from orchestrator.result import Result
 
 if TYPE_CHECKING:

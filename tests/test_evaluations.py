@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from orchestrator import Config, Loss, TensorData, Trainer
 from orchestrator.cli.main import main
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.record.events import of_kind, read_events
+from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.report.run.page import draw_report
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.store import CheckpointStore

@@ -12,8 +12,8 @@ from orchestrator import Callback, Config, Request, Trainer
 from orchestrator.config.space_parser import parse_space
 from orchestrator.config.sweep import Sweep
 from orchestrator.errors import TaskFailed, UserError
-from orchestrator.record.callback_values import EndInfo, EvaluationInfo, StartInfo, StepInfo
-from orchestrator.record.events import of_kind, read_events
+from orchestrator.record.callbacks.callback_values import EndInfo, EvaluationInfo, StartInfo, StepInfo
+from orchestrator.record.files.events import of_kind, read_events
 from tests.support.loop_runs import SMALL
 
 

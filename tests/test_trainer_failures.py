@@ -18,8 +18,8 @@ from torch import nn
 
 from orchestrator import Callback, Loss, Metric, Trainer
 from orchestrator.errors import TaskFailed, TrainingFailed, UserError
-from orchestrator.record.callback_values import StepInfo
-from orchestrator.record.events import by_step, of_kind
+from orchestrator.record.callbacks.callback_values import StepInfo
+from orchestrator.record.files.events import by_step, of_kind
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from tests.support.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 
@@ -211,7 +211,7 @@ def test_a_full_disk_is_a_warning_until_the_end(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_tracker_that_fails_is_a_warning_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchestrator.record import tracker_backends
+    from orchestrator.record.trackers import tracker_backends
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("no tracker today")

@@ -11,7 +11,7 @@ from torch import nn
 
 from orchestrator import Metric
 from orchestrator.errors import UserError
-from orchestrator.record.events import of_kind
+from orchestrator.record.files.events import of_kind
 from tests.support.blob_trainers import blobs, events_of, settings, trainer
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from orchestrator import Config, Trainer
 from orchestrator.errors import UserError
-from orchestrator.record.events import by_step, of_kind
+from orchestrator.record.files.events import by_step, of_kind
 from tests.support.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 
 

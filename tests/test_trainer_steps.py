@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from orchestrator import Trainer
-from orchestrator.record.events import by_step, of_kind
+from orchestrator.record.files.events import by_step, of_kind
 from tests.support.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 
 

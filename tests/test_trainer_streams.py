@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from orchestrator import JsonLines
 from orchestrator.errors import TrainingFailed, UserError
-from orchestrator.record.events import by_step, of_kind
+from orchestrator.record.files.events import by_step, of_kind
 from tests.support.blob_trainers import blobs, events_of, settings, trainer
 
 

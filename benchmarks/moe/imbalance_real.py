@@ -30,7 +30,7 @@ from experts.rebalance.replicas import replica_placement
 from experts.structure import LayerStructure
 from experts.types import Routing
 from orchestrator.config.settings import Config
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.progress import Progress

@@ -21,7 +21,7 @@ from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import plan
-from orchestrator.record.placements import parse_placement
+from orchestrator.record.experts.placements import parse_placement
 from orchestrator.runtime.recovery import Failure, FailureHistory, HostStatus, decide_regroup, root_cause
 from orchestrator.types import GIB, MIB
 

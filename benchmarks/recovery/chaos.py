@@ -47,8 +47,8 @@ from benchmarks.recovery.chaos_table import (
     time_kept,
 )
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from orchestrator.record.events import of_kind
-from orchestrator.record.expert_changes import change_counts, expert_changes
+from orchestrator.record.experts.expert_changes import change_counts, expert_changes
+from orchestrator.record.files.events import of_kind
 from orchestrator.types import MIB
 from tests.support.chaos_runs import EVOLVING, SAMPLES, FinishedRun, Job, run_with_faults
 from tests.support.cli_runs import read_summary

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.support import markdown_table
-from orchestrator.record.events import Event, of_kind
+from orchestrator.record.files.events import Event, of_kind
 from tests.support.faults import FiredFault
 
 LATE_STEPS = 3  # that may still be recorded between a kill and its detection

@@ -24,7 +24,7 @@ from benchmarks.recovery.node_link import read_link
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallelism
 from orchestrator.plan.cost.traffic import traffic_seconds
-from orchestrator.record.events import by_step, read_events
+from orchestrator.record.files.events import by_step, read_events
 from tests.support.cost_machines import device
 from tests.support.namespace_cluster import NamespaceCluster, namespace_cluster
 from tests.support.namespace_runs import CASES, STEPS, STRATEGIES, Outcome, failed, run_case, undisturbed

@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.processes import LONGEST_S, ROOT, end, tail
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from orchestrator.record.events import Event, read_events
+from orchestrator.record.files.events import Event, read_events
 
 STRATEGIES = ("data_parallel", "expert_parallel")
 _SAMPLE_S = 0.1

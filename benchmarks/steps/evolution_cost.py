@@ -25,7 +25,7 @@ from experts.gate import Gate
 from experts.statistics import ExpertStatistics
 from experts.types import Routing
 from orchestrator.config.settings import Config
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.text import Text

@@ -26,9 +26,9 @@ from torch.nn import functional as F
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
-from orchestrator.record.callback_values import EvaluationInfo, StepInfo
-from orchestrator.record.callbacks import Callback, CallbackRunner
-from orchestrator.record.events import EventLog
+from orchestrator.record.callbacks.callback_values import EvaluationInfo, StepInfo
+from orchestrator.record.callbacks.callbacks import Callback, CallbackRunner
+from orchestrator.record.files.events import EventLog
 from orchestrator.tasks.metrics import AUC
 from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.train.loop import Loop

@@ -27,11 +27,11 @@ from torch.nn import functional as F
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
-from orchestrator.record.callback_values import StepInfo
-from orchestrator.record.callbacks import Callback, CallbackRunner
-from orchestrator.record.events import EventLog
-from orchestrator.record.monitor import Monitor
-from orchestrator.record.trackers import TrackerThread
+from orchestrator.record.callbacks.callback_values import StepInfo
+from orchestrator.record.callbacks.callbacks import Callback, CallbackRunner
+from orchestrator.record.files.events import EventLog
+from orchestrator.record.machine.monitor import Monitor
+from orchestrator.record.trackers.trackers import TrackerThread
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.loop import Loop

@@ -27,7 +27,7 @@ from experts.expert_state import remote_expert_names
 from experts.layer import MoELayer
 from experts.model import attach, place
 from experts.tokens.exchange import GroupExchange
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState

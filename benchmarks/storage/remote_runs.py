@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
-from orchestrator.record.events import Event, by_step, of_kind, read_events
+from orchestrator.record.files.events import Event, by_step, of_kind, read_events
 from orchestrator.trainer import Trainer
 from orchestrator.types import MIB
 from tests.support.object_server import object_server

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
-from orchestrator.record.events import by_step, read_events
+from orchestrator.record.files.events import by_step, read_events
 from orchestrator.trainer import Trainer
 
 EVERY = 10

@@ -41,8 +41,8 @@ def show_report(folder: Path) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from orchestrator.record.ledger import holds_sweep
-    from orchestrator.record.remote_record import local_record
+    from orchestrator.record.files.ledger import holds_sweep
+    from orchestrator.record.files.remote_record import local_record
     from orchestrator.report.run.page import draw_report
     from orchestrator.report.sweep.page import draw_sweep
     from orchestrator.storage.address import as_url, location_text
@@ -65,7 +65,7 @@ def show_comparison(folders: Sequence[Path], out: Path) -> int:
     from rich.text import Text
 
     from orchestrator.cli.comparison_tables import print_comparison
-    from orchestrator.record.remote_record import local_record
+    from orchestrator.record.files.remote_record import local_record
     from orchestrator.report.comparison.compare import compare
     from orchestrator.report.comparison.page import write_comparison
     from orchestrator.report.comparison.runs import read_runs

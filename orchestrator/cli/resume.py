@@ -11,7 +11,7 @@ from orchestrator.config.flags import read_flags
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.remote_record import local_record
+from orchestrator.record.files.remote_record import local_record
 from orchestrator.storage.address import location_text
 
 
@@ -56,7 +56,7 @@ def _check_folder(folder: Path, shown: str) -> None:
 
     ``shown`` is the folder as the user named it."""
     from orchestrator.config.reader import read_file
-    from orchestrator.record.ledger import holds_sweep
+    from orchestrator.record.files.ledger import holds_sweep
     from orchestrator.train.worker.plan_file import CONFIG
     from orchestrator.train.worker.run_dir import check_links, holds_run, resume_call
 

@@ -16,7 +16,7 @@ from orchestrator.config.sweep import Search, Sweep, as_mapping, config_from_led
 from orchestrator.config.writer import flat_values
 from orchestrator.errors import UserError
 from orchestrator.plan.inventory.hardware import results_folder
-from orchestrator.record.ledger import SETTINGS_NOT_KEPT, SweepRecord, holds_sweep, read_sweep_record
+from orchestrator.record.files.ledger import SETTINGS_NOT_KEPT, SweepRecord, holds_sweep, read_sweep_record
 from orchestrator.redaction import MASK
 from orchestrator.storage.address import refuse_address
 from orchestrator.sweeps import check_new

@@ -15,7 +15,7 @@ from orchestrator.config.space import plain_point, point_flags
 from orchestrator.config.sweep import as_mapping
 from orchestrator.config.writer import flat_values
 from orchestrator.errors import UserError
-from orchestrator.record.ledger import SweepRecord, TrialRow, read_sweep_record
+from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.storage.address import refuse_address
 from orchestrator.types import speed_text
 

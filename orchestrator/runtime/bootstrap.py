@@ -31,7 +31,7 @@ from orchestrator.runtime.node_folder import WORKER, used_node_folder
 
 # The driver imports this module before it plans a run; torch is imported where it is needed.
 if TYPE_CHECKING:
-    from orchestrator.record.log import Log
+    from orchestrator.record.files.log import Log
     from orchestrator.train.remote.node_start import NodeStart
     from orchestrator.train.remote.remote_start import RemoteStart
     from orchestrator.train.requests import Requests
@@ -217,8 +217,8 @@ def uses_cuda(prepared: PreparedRun) -> bool:
 @contextmanager
 def open_log(assignment: Assignment, rank: int) -> Iterator[Log]:
     """Open the event log of the run. Only rank 0 writes to it."""
-    from orchestrator.record.events import EventLog
-    from orchestrator.record.log import SilentLog
+    from orchestrator.record.files.events import EventLog
+    from orchestrator.record.files.log import SilentLog
 
     log: Log = SilentLog()
     if rank == 0:

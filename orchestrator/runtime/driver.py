@@ -21,12 +21,12 @@ from orchestrator.errors import TrainingFailed
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
-from orchestrator.record.callbacks import CallbackRunner
-from orchestrator.record.events import DriverLog, Event, EventLog, Listener
-from orchestrator.record.log_copy import copy_masked
-from orchestrator.record.screen import Screen
-from orchestrator.record.tail import Follower
-from orchestrator.record.trackers import TrackerThread
+from orchestrator.record.callbacks.callbacks import CallbackRunner
+from orchestrator.record.files.events import DriverLog, Event, EventLog, Listener
+from orchestrator.record.files.log_copy import copy_masked
+from orchestrator.record.files.tail import Follower
+from orchestrator.record.screen.screen import Screen
+from orchestrator.record.trackers.trackers import TrackerThread
 from orchestrator.redaction import Secrets, mask_tree
 from orchestrator.runtime.bootstrap import NONCE_FILE, REQUESTS_FILE, Assignment, DriverRequests
 from orchestrator.runtime.cluster.ray_metrics import RayMetrics

@@ -18,7 +18,7 @@ import ray
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
-from orchestrator.record.evaluation_screen import EvaluationScreen
+from orchestrator.record.screen.evaluation_screen import EvaluationScreen
 from orchestrator.runtime.bootstrap import (
     NONCE_FILE,
     Assignment,

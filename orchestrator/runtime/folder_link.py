@@ -17,8 +17,8 @@ from typing import Self
 
 import ray
 
-from orchestrator.record.events import whole_line_bytes
-from orchestrator.record.remote_record import EVENTS
+from orchestrator.record.files.events import whole_line_bytes
+from orchestrator.record.files.remote_record import EVENTS
 from orchestrator.runtime.failures import cause_of
 from orchestrator.runtime.folder_server import Change, Link
 from orchestrator.runtime.linked_files import file_version, piece_end, read_range, run_files

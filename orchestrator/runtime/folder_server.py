@@ -16,8 +16,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.record.events import truncate_torn_line
-from orchestrator.record.remote_record import EVENTS
+from orchestrator.record.files.events import truncate_torn_line
+from orchestrator.record.files.remote_record import EVENTS
 from orchestrator.runtime.linked_files import append, begin_files, events_tail, unwritten
 from orchestrator.storage.folder import is_safe_name
 from orchestrator.storage.local_files import replace_file

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from orchestrator.record.events import truncate_torn_line, whole_line_bytes
-from orchestrator.record.remote_record import EVENTS, is_needed
+from orchestrator.record.files.events import truncate_torn_line, whole_line_bytes
+from orchestrator.record.files.remote_record import EVENTS, is_needed
 from orchestrator.train.remote.publish_requests import FOLDER as PUBLISH_REQUESTS
 
 _EVENTS_TAIL_BYTES = 2**20

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.record.events import Event, EventLog, last_events, of_kind
+from orchestrator.record.files.events import Event, EventLog, last_events, of_kind
 from orchestrator.runtime.recovery import Failure
 
 

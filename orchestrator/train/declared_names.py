@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from orchestrator.config.metric import declared_metrics
 from orchestrator.config.nearest import did_you_mean
-from orchestrator.record.log import Log
+from orchestrator.record.files.log import Log
 from orchestrator.tasks.task import Task
 
 

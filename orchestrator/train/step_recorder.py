@@ -13,7 +13,7 @@ import torch
 
 from experts.model import structure_of
 from orchestrator.errors import TrainingFailed
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.train.bad_inputs import ADVICE, find_bad_input
 from orchestrator.train.declared_names import DeclaredNames
 from orchestrator.train.step.pending import PendingStep, StepFigures, fetch_figures

@@ -20,7 +20,7 @@ from torch import Tensor
 from experts.balance import moe_layers
 from experts.model import mix
 from orchestrator.errors import UserError
-from orchestrator.record.log import Emit
+from orchestrator.record.files.log import Emit
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.validate import as_loss, check_trainable
 from orchestrator.train.batches import check_batch_device

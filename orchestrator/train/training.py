@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.metric import Mode
-from orchestrator.record.log import Log
+from orchestrator.record.files.log import Log
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshots import Snapshots
 from orchestrator.train.checkpoint.writer import CheckpointWriter

@@ -7,7 +7,7 @@ from uuid import uuid4
 
 import pytest
 
-from orchestrator.record.events import of_kind, read_events
+from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from tests.cli.helpers import CPU, SMALL, Call

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.events import by_step, of_kind, read_events
+from orchestrator.record.files.events import by_step, of_kind, read_events
 from orchestrator.train.checkpoint.store import CheckpointStore
 from tests.support.checkpoints import damage
 from tests.support.cli_runs import complete

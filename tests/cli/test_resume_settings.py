@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.record.events import by_step, of_kind, read_events
+from orchestrator.record.files.events import by_step, of_kind, read_events
 from tests.cli.helpers import CPU, SMALL, Answer, Call, check_answer
 from tests.support.lock_holder import lock_holder
 

@@ -12,7 +12,7 @@ from orchestrator.cli.main import main
 from orchestrator.config.settings import Config
 from orchestrator.config.space_parser import parse_space
 from orchestrator.config.sweep import Sweep
-from orchestrator.record.ledger import Ledger, TrialRow
+from orchestrator.record.files.ledger import Ledger, TrialRow
 from orchestrator.trainer import Trainer
 
 

@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from orchestrator.record.events import of_kind, read_events
+from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.stats import phase_seconds
 from orchestrator.types import count_text

@@ -12,7 +12,7 @@ from orchestrator.cli.tuned import tuned
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.ledger import Ledger, TrialRow
+from orchestrator.record.files.ledger import Ledger, TrialRow
 
 DEFAULTS = Resolved(Config(), {})
 HEADER: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from orchestrator.config.settings import Config
-from orchestrator.record.events import by_step, of_kind, read_events
+from orchestrator.record.files.events import by_step, of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.data import Feed
 from orchestrator.train.parts.world import World

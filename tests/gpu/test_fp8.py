@@ -22,7 +22,7 @@ from experts.layer import MoELayer
 from experts.tokens.dispatch import sort_by_slot
 from experts.types import Trip
 from orchestrator.config.settings import Config
-from orchestrator.record.events import by_step, read_events
+from orchestrator.record.files.events import by_step, read_events
 from orchestrator.trainer import Trainer
 
 DEVICE = torch.device("cuda:0")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestrator.record.events import of_kind
+from orchestrator.record.files.events import of_kind
 from tests.support.chaos_runs import FinishedRun, Job, run_with_faults
 from tests.support.cli_runs import read_summary
 from tests.support.cluster import local_cluster

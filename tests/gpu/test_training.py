@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from orchestrator.config.settings import Config
-from orchestrator.record.events import by_step, of_kind, read_events
+from orchestrator.record.files.events import by_step, of_kind, read_events
 from orchestrator.tasks.load import load_task
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.data import Feed

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.page import page
 from orchestrator.report.run.read import read_run_record

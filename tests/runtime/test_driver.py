@@ -16,9 +16,9 @@ import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, TaskFailed, TrainingFailed
-from orchestrator.record.callback_values import EndInfo
-from orchestrator.record.callbacks import Callback, CallbackRunner
-from orchestrator.record.events import EventLog, of_kind, read_events
+from orchestrator.record.callbacks.callback_values import EndInfo
+from orchestrator.record.callbacks.callbacks import Callback, CallbackRunner
+from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.runtime import driver as module
 from orchestrator.runtime.bootstrap import REQUESTS_FILE, Assignment
 from orchestrator.runtime.driver import Attempt, AttemptResult, Observers, drive

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.events import of_kind, read_events
+from orchestrator.record.files.events import of_kind, read_events
 from tests.support.cli_runs import complete, complete_run, living_actors
 from tests.support.cluster import RayCluster
 from tests.support.language_models import save_sums, save_tiny_model

@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import pytest
 
-from orchestrator.record.events import EventLog, read_events
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.events import EventLog, read_events
+from orchestrator.record.files.log import SilentLog
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.bootstrap import Assignment, DriverRequests, check_run_dir
 from orchestrator.storage.folder import RemoteFolder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.events import EventLog, read_events
+from orchestrator.record.files.events import EventLog, read_events
 from orchestrator.runtime.folder_server import FolderServer
 from orchestrator.storage.local_files import replace_file
 from orchestrator.train.remote.publish_requests import FOLDER as PUBLISH_REQUESTS

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import pytest
 
-from orchestrator.record.events import Event, by_step, of_kind, read_events
+from orchestrator.record.files.events import Event, by_step, of_kind, read_events
 from orchestrator.storage.folder import RemoteFolder
 from tests.support.cli_runs import (
     QUIET,

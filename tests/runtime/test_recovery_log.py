@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.events import DriverLog, EventLog, effective_events, of_kind, read_events
+from orchestrator.record.files.events import DriverLog, EventLog, effective_events, of_kind, read_events
 from orchestrator.runtime.recovery import Failure
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.events import Event, EventLog, encode_event, read_events
-from orchestrator.record.tail import Follower
+from orchestrator.record.files.events import Event, EventLog, encode_event, read_events
+from orchestrator.record.files.tail import Follower
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.folder_link import FolderLink
 from orchestrator.runtime.folder_server import Change, FolderServer, Link

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.events import EventLog, read_events
+from orchestrator.record.files.events import EventLog, read_events
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.bootstrap import Assignment, worker_folder
 from orchestrator.runtime.folder_server import Link

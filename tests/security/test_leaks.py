@@ -20,11 +20,11 @@ from orchestrator.config.flags import read_flags
 from orchestrator.config.reader import Resolved, read_file
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import dump
-from orchestrator.record.events import EventLog, read_events
-from orchestrator.record.ledger import LEDGER, Ledger, TrialRow, read_sweep_record
-from orchestrator.record.log import SilentLog
-from orchestrator.record.log_copy import copy_masked
-from orchestrator.record.screen import Screen
+from orchestrator.record.files.events import EventLog, read_events
+from orchestrator.record.files.ledger import LEDGER, Ledger, TrialRow, read_sweep_record
+from orchestrator.record.files.log import SilentLog
+from orchestrator.record.files.log_copy import copy_masked
+from orchestrator.record.screen.screen import Screen
 from orchestrator.redaction import (
     MASK,
     secrets_of,

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 
 from orchestrator.errors import UserError
-from orchestrator.record.remote_record import holds_record
+from orchestrator.record.files.remote_record import holds_record
 from orchestrator.storage import local_files
 from orchestrator.storage.folder import RemoteError, RemoteFolder, is_safe_name, open_folder
 from orchestrator.storage.local_copy import local_copy, read_file

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from orchestrator import Config, Loss, Task, TensorData, Trainer
-from orchestrator.record.events import Event, read_events
+from orchestrator.record.files.events import Event, read_events
 
 
 def blobs(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

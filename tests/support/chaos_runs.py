@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.record.events import Event, read_events
+from orchestrator.record.files.events import Event, read_events
 from tests.support.cluster import RayCluster
 from tests.support.fault_injector import FaultInjector
 from tests.support.faults import FaultFolder, FaultSchedule, FiredFault

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.events import by_step, of_kind, read_events
+from orchestrator.record.files.events import by_step, of_kind, read_events
 from tests.support.cluster import RayCluster, connected
 from tests.support.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from experts.evolution.views import LayerView
 from experts.model import structure_of
 from experts.statistics import ExpertStatistics
 from experts.structure import Change, LayerStructure, changed
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.data import Feed

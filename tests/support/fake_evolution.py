@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experts.structure import Change, LayerStructure, changed
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.report.run.read import RunRecord, read_run_record
 from tests.support.fake_events import FakeRun, run_events
 from tests.support.fake_run import write_events, write_run

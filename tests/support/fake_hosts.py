@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import RayError, RayTaskError
 
 from orchestrator.config.settings import Config
-from orchestrator.record.events import EventLog, of_kind, read_events
+from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.runtime.driver import AttemptResult
 from orchestrator.runtime.expert_parallel import calls as calls_module
 from orchestrator.runtime.expert_parallel import group as group_module

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.record.events import Event, encode_event
+from orchestrator.record.files.events import Event, encode_event
 from orchestrator.report.run.read import RunRecord, read_run_record
 from orchestrator.types import GIB
 from tests.support.fake_events import START_TIME, FakeRun, run_events

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record.ledger import Ledger, SweepRecord, TrialRow, read_sweep_record
+from orchestrator.record.files.ledger import Ledger, SweepRecord, TrialRow, read_sweep_record
 from orchestrator.types import GIB, MIB
 
 GRID: Mapping[str, Sequence[Any]] = {

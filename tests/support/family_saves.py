@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from experts.transformers.files.fingerprint import fingerprint
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.store import CheckpointStore

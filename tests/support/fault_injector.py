@@ -18,7 +18,7 @@ from typing import Self
 
 import psutil
 
-from orchestrator.record.events import Event, parse_event
+from orchestrator.record.files.events import Event, parse_event
 from tests.support.cluster import RayCluster
 from tests.support.faults import Fault, FaultFolder, FaultSchedule, FiredFault
 

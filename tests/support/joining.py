@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.plan import workers
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies import shares
 from orchestrator.train.worker.run import Supervision, WorkerRun

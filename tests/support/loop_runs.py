@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from orchestrator.config.settings import Config
-from orchestrator.record.events import EventLog, by_step, read_events
+from orchestrator.record.files.events import EventLog, by_step, read_events
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loop import Loop
 from orchestrator.train.parts.world import World

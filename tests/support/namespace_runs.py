@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record.events import Event, by_step, of_kind, read_events
+from orchestrator.record.files.events import Event, by_step, of_kind, read_events
 from tests.support.cli_runs import read_summary
 from tests.support.namespace_cluster import NamespaceCluster, wait_until
 from tests.support.namespaces import Node, end

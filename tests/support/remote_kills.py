@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.record.events import Event, of_kind, read_events
+from orchestrator.record.files.events import Event, of_kind, read_events
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from tests.cli.helpers import CPU, SMALL

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from orchestrator.record.events import Event, by_step, of_kind, read_events
-from orchestrator.record.expert_changes import expert_events
+from orchestrator.record.experts.expert_changes import expert_events
+from orchestrator.record.files.events import Event, by_step, of_kind, read_events
 from orchestrator.train.checkpoint.files import KINDS, load
 from tests.support.cli_runs import read_summary
 from tests.support.cluster import RayCluster, connected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from orchestrator.record.events import Event, read_events
+from orchestrator.record.files.events import Event, read_events
 from tests.support.cli_runs import read_summary
 from tests.support.faults import FaultFolder
 from tests.support.run_checks import check_sample_counts, check_steps, samples_by_step

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from orchestrator.record.events import Event, of_kind
+from orchestrator.record.files.events import Event, of_kind
 from tests.support.chaos_runs import FinishedRun, Job, run_with_faults
 from tests.support.faults import FaultKind, FaultSchedule, Phase
 from tests.support.run_checks import check_losses, check_steps

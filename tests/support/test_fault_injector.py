@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from tests.support.fault_injector import FaultInjector, idle_ranks, is_alive
 from tests.support.faults import FaultFolder, FaultSchedule
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.store import CheckpointStore
 from tests.support import run_checks

@@ -11,7 +11,7 @@ from torch import nn
 
 from orchestrator.config.metric import Metric
 from orchestrator.errors import UserError
-from orchestrator.record.events import of_kind, read_events
+from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.tasks.task import Loss, Task, TensorData
 from tests.support.loop_runs import StepCounter, run_loop
 

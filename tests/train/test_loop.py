@@ -11,7 +11,7 @@ from torch import nn
 
 from experts.tokens.received_rows import InvalidRows, RowCheck
 from orchestrator.errors import TrainingFailed
-from orchestrator.record.events import EventLog, of_kind, read_events
+from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.heartbeat import Heartbeat, Phase
 from orchestrator.train.loop import Loop

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from orchestrator.config.settings import Config
-from orchestrator.record.events import of_kind, read_events
+from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.stats import memory_parts
 from orchestrator.train import memory_watch

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.events import by_step, of_kind, read_events
+from orchestrator.record.files.events import by_step, of_kind, read_events
 from orchestrator.train.checkpoint.files import load
 from tests.support.loop_runs import run_loop
 from tests.train.evolution import test_resume as evolving

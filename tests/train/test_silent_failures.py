@@ -18,7 +18,7 @@ from torch import Tensor
 
 from experts.expert_state import stacked_names
 from orchestrator.errors import OutOfMemory, TaskFailed, UserError
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.train.batches import slice_batch
 from orchestrator.train.checkpoint import capture as capture_module
 from orchestrator.train.checkpoint.files import Contents, load, step_name

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.record.events import of_kind, read_events
+from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
 from tests.support.loop_runs import StepCounter, run_loop
 

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET6, gaierror
 
 from orchestrator.errors import UserError
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.record.live.exposition import CONTENT_TYPE, exposition
 from orchestrator.record.live.state import RunState
 

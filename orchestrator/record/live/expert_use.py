@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from orchestrator.record.events import Event
-from orchestrator.record.host_balance import even_ratios, imbalance, token_counts
-from orchestrator.record.placements import RecordedPlacement, placement_spans
+from orchestrator.record.experts.host_balance import even_ratios, imbalance, token_counts
+from orchestrator.record.experts.placements import RecordedPlacement, placement_spans
+from orchestrator.record.files.events import Event
 
 RECENT_LOADS = 10
 """Load events, of ``log_every`` steps each, that the figures are of."""

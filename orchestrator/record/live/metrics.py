@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from orchestrator.record.experts.placements import measurement
+from orchestrator.record.files.scalars import to_float
 from orchestrator.record.live.state import RunState
-from orchestrator.record.placements import measurement
-from orchestrator.record.scalars import to_float
 from orchestrator.types import PHASES
 
 Labels = tuple[tuple[str, str], ...]

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 
-from orchestrator.record.events import Event
-from orchestrator.record.expert_changes import parse_change
+from orchestrator.record.experts.expert_changes import parse_change
+from orchestrator.record.experts.placements import measurement
+from orchestrator.record.files.events import Event
+from orchestrator.record.files.scalars import to_float
+from orchestrator.record.files.validate import is_valid
 from orchestrator.record.live.expert_use import ExpertUse
 from orchestrator.record.live.lasting_changes import LastingChanges
 from orchestrator.record.live.loss_curve import LossCurve
-from orchestrator.record.placements import measurement
-from orchestrator.record.scalars import to_float
-from orchestrator.record.speed import RECENT_STEPS, Speed, speed_of
-from orchestrator.record.validate import is_valid
+from orchestrator.record.summary.speed import RECENT_STEPS, Speed, speed_of
 
 MAX_NOTABLE = 100
 SILENT_S = 60.0

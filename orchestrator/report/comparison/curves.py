@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.report.comparison.runs import ComparedRun
 from orchestrator.report.run.panels import (
     MAX_DOTS,

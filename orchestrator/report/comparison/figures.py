@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.metric import Mode, known_mode
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.report.comparison.runs import ComparedRun
 from orchestrator.report.run.outcome import score_text
 from orchestrator.report.run.read import RunRecord, finite

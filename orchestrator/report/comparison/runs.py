@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import to_json
 from orchestrator.errors import UserError
-from orchestrator.record.ledger import holds_sweep
+from orchestrator.record.files.ledger import holds_sweep
 from orchestrator.report.run.read import RunRecord, read_run_record, section
 from orchestrator.storage.address import location_text
 

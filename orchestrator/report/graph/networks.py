@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.record.expert_changes import ExpertChange
-from orchestrator.record.expert_graph import ExpertGraph, GraphLayer
+from orchestrator.record.experts.expert_changes import ExpertChange
+from orchestrator.record.experts.expert_graph import ExpertGraph, GraphLayer
 
 if TYPE_CHECKING:
     from networkx import MultiGraph

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from orchestrator.record.expert_changes import ExpertChange
-from orchestrator.record.expert_graph import ExpertGraph, GraphExpert, GraphLayer, GraphPair
+from orchestrator.record.experts.expert_changes import ExpertChange
+from orchestrator.record.experts.expert_graph import ExpertGraph, GraphExpert, GraphLayer, GraphPair
 from orchestrator.report.graph.layout import MAX_SPACING, Point, expert_places, spacing
 
 T = TypeVar("T")

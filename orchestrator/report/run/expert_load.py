@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.record.events import Event
-from orchestrator.record.host_balance import Counts, even_ratios, token_counts
+from orchestrator.record.experts.host_balance import Counts, even_ratios, token_counts
+from orchestrator.record.files.events import Event
 from orchestrator.report.run.read import RunRecord, cached_on_record
 
 MAX_COLUMNS = 120

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import UserError
-from orchestrator.record.events import Event
-from orchestrator.record.expert_changes import expert_events
-from orchestrator.record.remote_record import local_record
+from orchestrator.record.experts.expert_changes import expert_events
+from orchestrator.record.files.events import Event
+from orchestrator.record.files.remote_record import local_record
 from orchestrator.report.run.read import RunRecord, number, read_run_record, section
 from orchestrator.types import PHASES
 

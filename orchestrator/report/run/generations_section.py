@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record.scalars import to_float
+from orchestrator.record.files.scalars import to_float
 from orchestrator.report.run.read import RunRecord, entries
 from orchestrator.report.run.sections import heading
 from orchestrator.report.run.svg import esc

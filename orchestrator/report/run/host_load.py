@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from orchestrator.record.events import Event
-from orchestrator.record.host_balance import (
+from orchestrator.record.experts.host_balance import (
     Counts,
     even_ratios,
     imbalance,
@@ -18,8 +17,9 @@ from orchestrator.record.host_balance import (
     settled_loads,
     token_counts,
 )
-from orchestrator.record.placements import RecordedHost, RecordedLayer, RecordedPlacement, measurement
-from orchestrator.record.speed import after_warm_up
+from orchestrator.record.experts.placements import RecordedHost, RecordedLayer, RecordedPlacement, measurement
+from orchestrator.record.files.events import Event
+from orchestrator.record.summary.speed import after_warm_up
 from orchestrator.report.run.read import RunRecord, cached_on_record
 from orchestrator.report.run.stats import plural, speed
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from orchestrator.config.metric import Criterion
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.report.run.finding import Finding
 from orchestrator.report.run.outcome import score_text
 from orchestrator.report.run.read import RunRecord, section

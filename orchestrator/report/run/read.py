@@ -18,7 +18,9 @@ import yaml
 
 from orchestrator.config.safe_yaml import safe_content
 from orchestrator.errors import UserError
-from orchestrator.record.events import (
+from orchestrator.record.experts.expert_changes import ExpertChange, expert_changes
+from orchestrator.record.experts.expert_graph import ExpertGraph, expert_graphs
+from orchestrator.record.files.events import (
     Event,
     by_step,
     is_shallow,
@@ -27,8 +29,6 @@ from orchestrator.record.events import (
     read_events,
     split_sessions,
 )
-from orchestrator.record.expert_changes import ExpertChange, expert_changes
-from orchestrator.record.expert_graph import ExpertGraph, expert_graphs
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from orchestrator.config.metric import Criterion, find_criterion
 from orchestrator.errors import UserError
-from orchestrator.record.events import Event
-from orchestrator.record.peak_memory import PeakMemory, peak_memory
-from orchestrator.record.speed import Speed, after_warm_up, speed_of
+from orchestrator.record.files.events import Event
+from orchestrator.record.summary.peak_memory import PeakMemory, peak_memory
+from orchestrator.record.summary.speed import Speed, after_warm_up, speed_of
 from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, number, section
 from orchestrator.types import MEMORY_PARTS, PHASES
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from orchestrator.record.ledger import SweepRecord
+from orchestrator.record.files.ledger import SweepRecord
 from orchestrator.report.draw.axes import Axis
 from orchestrator.report.draw.markup import esc, table
 from orchestrator.report.run.panels import Panel, PanelCurve, Points

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.space import point_key
-from orchestrator.record.ledger import SweepRecord, TrialRow, read_sweep_record
+from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.report.run.frames import Frame, as_column
 from orchestrator.report.run.read import finite
 from orchestrator.report.sweep.facts import other_swept, series_label, setting_names, train_command

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.space import point_key
-from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.run.read import finite
 from orchestrator.report.sweep.facts import (

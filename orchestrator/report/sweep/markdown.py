@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from orchestrator.record.ledger import SweepRecord
+from orchestrator.record.files.ledger import SweepRecord
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.facts import (
     STATUS_WORDS,

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from orchestrator.config.objective import THROUGHPUT
-from orchestrator.record.ledger import SweepRecord, TrialRow, read_sweep_record
+from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run.page import PAGE, document

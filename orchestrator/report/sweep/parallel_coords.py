@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from orchestrator.config.space import point_key
-from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.draw.axes import tick_text, ticks
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.facts import (

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.record.ledger import SweepRecord
+from orchestrator.record.files.ledger import SweepRecord
 from orchestrator.report.draw.axes import tick_text
 from orchestrator.report.draw.mpl import COLORS, INK, LINE, MUTED, new_figure, plain_text, png, style_axes
 from orchestrator.report.draw.write import write_whole

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.config.space import point_key
-from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.trials import (
     is_count,

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.config.objective import THROUGHPUT, VALIDATION_LOSS
-from orchestrator.record.ledger import STATUSES, SweepRecord, TrialRow
+from orchestrator.record.files.ledger import STATUSES, SweepRecord, TrialRow
 from orchestrator.report.draw.markup import esc, header_cell, table
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.run.read import finite

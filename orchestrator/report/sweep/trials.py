@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.run.read import finite
 
 PLANNED = (

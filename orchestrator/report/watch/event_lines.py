@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import PurePath
 
-from orchestrator.record.events import Event
-from orchestrator.record.expert_changes import parse_change
-from orchestrator.record.placements import measurement
-from orchestrator.record.scalars import to_float
-from orchestrator.record.text import (
+from orchestrator.record.experts.expert_changes import parse_change
+from orchestrator.record.experts.placements import measurement
+from orchestrator.record.files.events import Event
+from orchestrator.record.files.scalars import to_float
+from orchestrator.record.screen.text import (
     change_line,
     cuda_graph_text,
     failure_text,

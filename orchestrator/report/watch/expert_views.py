@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from orchestrator.record.experts.placements import RecordedPlacement, measurement
 from orchestrator.record.live.expert_use import LayerUse
 from orchestrator.record.live.state import RunState
-from orchestrator.record.placements import RecordedPlacement, measurement
 from orchestrator.report.watch.glyphs import EMPTY, FULL, MARK, SHADES
 from orchestrator.report.watch.lines import LABEL_WIDTH, Part, label_line
 from orchestrator.types import bytes_text, counted, seconds_text

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.record.experts.placements import measurement
+from orchestrator.record.files.scalars import to_float
 from orchestrator.record.live.state import RunState
-from orchestrator.record.placements import measurement
-from orchestrator.record.scalars import to_float
-from orchestrator.record.speed import RECENT_STEPS
+from orchestrator.record.summary.speed import RECENT_STEPS
 from orchestrator.report.watch.glyphs import bar, curve
 from orchestrator.report.watch.lines import LABEL_WIDTH, label_line, line, spread
 from orchestrator.types import PHASES, bytes_text, count_text, counted, seconds_text, speed_text

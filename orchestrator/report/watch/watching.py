@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import UserError
-from orchestrator.record.ledger import holds_sweep
+from orchestrator.record.files.ledger import holds_sweep
+from orchestrator.record.files.remote_record import EVENTS, holds_record
+from orchestrator.record.files.tail import Follower
 from orchestrator.record.live.state import RunState
-from orchestrator.record.remote_record import EVENTS, holds_record
-from orchestrator.record.tail import Follower
 from orchestrator.report.watch.frame import Size, frame
 from orchestrator.report.watch.glyphs import plain
 from orchestrator.storage.address import as_url

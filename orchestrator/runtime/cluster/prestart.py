@@ -37,7 +37,7 @@ _WORKER_MODULES = (
 _HOST_MODULES = (
     "torch._dynamo",
     "orchestrator.train.worker.run",
-    "orchestrator.record.monitor",
+    "orchestrator.record.machine.monitor",
     "orchestrator.runtime.expert_parallel.host_worker",
 )
 _TASK_MODULES = {

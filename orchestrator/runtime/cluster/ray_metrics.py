@@ -11,7 +11,7 @@ from time import monotonic
 
 from ray.util.metrics import Gauge
 
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.record.live.metrics import METRICS, Metric
 from orchestrator.record.live.state import RunState
 

@@ -117,7 +117,7 @@ def preload(context: HostContext, assignment: Assignment, store_address: tuple[s
     """Load torch, its late imports and the task, so that a standby host joins immediately."""
     import torch._dynamo
 
-    import orchestrator.record.monitor
+    import orchestrator.record.machine.monitor
     import orchestrator.train.worker.run  # noqa: F401
     from orchestrator.tasks.load import load_task
 

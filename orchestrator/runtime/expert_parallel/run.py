@@ -19,7 +19,7 @@ from time import perf_counter
 import ray
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.record.events import EventLog
+from orchestrator.record.files.events import EventLog
 from orchestrator.runtime.bootstrap import Assignment
 from orchestrator.runtime.cluster.prestart import host_variables
 from orchestrator.runtime.driver import AttemptResult

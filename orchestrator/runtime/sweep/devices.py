@@ -14,7 +14,7 @@ from orchestrator.plan.device import choose_worker_device
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.workers import check_cpu, choose_backend, choose_strategy, choose_workers, uses_gpus
-from orchestrator.record.ledger import TrialRow
+from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.cluster.session import joins_cluster
 from orchestrator.runtime.sweep.optuna_search import import_optuna
 

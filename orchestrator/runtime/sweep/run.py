@@ -35,8 +35,8 @@ from orchestrator.config.sweep import Sweep
 from orchestrator.config.writer import to_json
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.planning import Plan
-from orchestrator.record.ledger import Ledger, TrialRow, parse_trial
-from orchestrator.record.sweep_screen import SweepScreen
+from orchestrator.record.files.ledger import Ledger, TrialRow, parse_trial
+from orchestrator.record.screen.sweep_screen import SweepScreen
 from orchestrator.redaction import mask, secrets_in
 from orchestrator.runtime.ray_internals import unpropagated_variables
 from orchestrator.runtime.sweep.devices import SweepDevices

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ray.tune.search import Searcher
 
 from orchestrator.config.space import Point, point_key
-from orchestrator.record.ledger import TrialRow
+from orchestrator.record.files.ledger import TrialRow
 
 _MAX_REPEATED = 200
 """Known points in a row that a source may suggest before the search ends."""

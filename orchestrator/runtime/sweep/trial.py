@@ -21,7 +21,7 @@ from experts.actor_host import ExpertHost
 from orchestrator.config.objective import THROUGHPUT
 from orchestrator.config.space import Point
 from orchestrator.errors import OrchestratorError, OutOfMemory
-from orchestrator.record.ledger import TrialRow
+from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.sweep.trial_worker import TrialSetup, run_trial_worker
 from orchestrator.types import first_line
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from orchestrator.record.log import Log
+from orchestrator.record.files.log import Log
 from orchestrator.train.checkpoint.capture import Captured, capture, host_share
 from orchestrator.train.checkpoint.hashed_file import no_progress
 from orchestrator.train.checkpoint.host_save import Closing, HostSave, Published, SaveFailed

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @contextmanager
 def local_records(resolved: Resolved) -> Iterator[Resolved]:
     """Yield settings with copies of records in place of a remote ``--run-dir`` and ``--resume``."""
-    from orchestrator.record.remote_record import local_record
+    from orchestrator.record.files.remote_record import local_record
 
     run_dir = resolved.config.run.run_dir
     resume = resolved.config.checkpoint.resume

@@ -21,8 +21,8 @@ from pathlib import Path
 from time import monotonic
 
 from orchestrator.errors import CheckpointDamaged, TrainingFailed
-from orchestrator.record.log import Log
-from orchestrator.record.remote_record import RecordUpload
+from orchestrator.record.files.log import Log
+from orchestrator.record.files.remote_record import RecordUpload
 from orchestrator.storage.address import upload_command
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.checkpoint.files import MANIFEST

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.record.events import effective_events, of_kind, read_events
-from orchestrator.record.remote_record import EVENTS, download_record
-from orchestrator.record.summary import best_evaluation, write_json
-from orchestrator.record.validate import is_valid
+from orchestrator.record.files.events import effective_events, of_kind, read_events
+from orchestrator.record.files.remote_record import EVENTS, download_record
+from orchestrator.record.files.validate import is_valid
+from orchestrator.record.summary.summary import best_evaluation, write_json
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
 from orchestrator.train.checkpoint.files import MANIFEST, step_of

@@ -14,7 +14,7 @@ from tempfile import gettempdir
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.record.remote_record import EVENTS, download_record, is_needed
+from orchestrator.record.files.remote_record import EVENTS, download_record, is_needed
 from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
 from orchestrator.train.checkpoint.files import MANIFEST, step_name
 from orchestrator.train.remote.checkpoints import (

@@ -14,8 +14,8 @@ from time import perf_counter
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
-from orchestrator.record.log import Log
-from orchestrator.record.remote_record import download_record, holds_record
+from orchestrator.record.files.log import Log
+from orchestrator.record.files.remote_record import download_record, holds_record
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.files import step_name
 from orchestrator.train.remote.checkpoints import (

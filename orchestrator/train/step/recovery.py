@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Literal
 
 from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError
-from orchestrator.record.log import Emit
+from orchestrator.record.files.log import Emit
 from orchestrator.tasks.user_code import raised_in_user_code, user_code
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.compiling import is_compile_error

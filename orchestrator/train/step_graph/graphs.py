@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.errors import UserError
-from orchestrator.record.log import Emit
+from orchestrator.record.files.log import Emit
 from orchestrator.train.batches import tensors_of
 from orchestrator.train.data import StepBatch
 from orchestrator.train.parts.optim import ScheduledOptimizer

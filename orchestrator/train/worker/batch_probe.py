@@ -12,7 +12,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import MemoryEstimate, ModelFacts, estimate_memory, largest_fitting
 from orchestrator.plan.planning import Plan, plan, planned_facts
-from orchestrator.record.log import Log
+from orchestrator.record.files.log import Log
 from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.train.batches import to_device
 from orchestrator.train.data import MicroBatch, StepBatch, as_dataset

@@ -13,7 +13,7 @@ from orchestrator.data.cursor import CursorHooks
 from orchestrator.errors import UserError
 from orchestrator.plan.compute import with_memory_settings
 from orchestrator.plan.planning import Plan
-from orchestrator.record.log import Log
+from orchestrator.record.files.log import Log
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.checkpoint.progress import Progress

@@ -13,7 +13,7 @@ from experts.routed import RoutedExperts
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
-from orchestrator.record.log import Log
+from orchestrator.record.files.log import Log
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.data import Feed
 from orchestrator.train.evaluation.evaluate import Evaluation

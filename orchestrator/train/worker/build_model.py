@@ -20,7 +20,7 @@ from experts.surgery.surgery import restructure
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
-from orchestrator.record.log import Emit
+from orchestrator.record.files.log import Emit
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import build_checked_model

@@ -9,7 +9,7 @@ from typing import Any
 from experts.expert_state import remote_expert_names
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import read_progress

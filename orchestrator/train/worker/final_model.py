@@ -13,10 +13,10 @@ from torch import nn
 from experts.balance import gated_layers
 from experts.model import structure_of
 from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
-from orchestrator.record.events import Event, effective_events, of_kind, read_events
-from orchestrator.record.log import Log
-from orchestrator.record.summary import best_evaluation
-from orchestrator.record.validate import is_valid
+from orchestrator.record.files.events import Event, effective_events, of_kind, read_events
+from orchestrator.record.files.log import Log
+from orchestrator.record.files.validate import is_valid
+from orchestrator.record.summary.summary import best_evaluation
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import build_checked_model
 from orchestrator.train.checkpoint.files import Contents, load, step_name

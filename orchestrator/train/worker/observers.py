@@ -14,12 +14,12 @@ from typing import Any
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import to_json
 from orchestrator.plan.inventory.hardware import inventory, secret_values
-from orchestrator.record.callbacks import CallbackRunner
-from orchestrator.record.events import EventLog, Listener
-from orchestrator.record.log import Log
-from orchestrator.record.monitor import Monitor
-from orchestrator.record.screen import Screen
-from orchestrator.record.trackers import TrackerThread
+from orchestrator.record.callbacks.callbacks import CallbackRunner
+from orchestrator.record.files.events import EventLog, Listener
+from orchestrator.record.files.log import Log
+from orchestrator.record.machine.monitor import Monitor
+from orchestrator.record.screen.screen import Screen
+from orchestrator.record.trackers.trackers import TrackerThread
 from orchestrator.redaction import mask_tree
 from orchestrator.train.parts.world import World
 from orchestrator.train.requests import Requests

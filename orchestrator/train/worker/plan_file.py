@@ -13,8 +13,8 @@ from orchestrator.config.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.writer import flat_values, to_json, write_file
 from orchestrator.errors import UserError
-from orchestrator.record.events import last_events, of_kind
-from orchestrator.record.summary import write_json
+from orchestrator.record.files.events import last_events, of_kind
+from orchestrator.record.summary.summary import write_json
 from orchestrator.redaction import Secrets, mask_tree
 from orchestrator.train.worker.prepared_run import PreparedRun, plan_json
 from orchestrator.train.worker.run_dir import given_location

@@ -12,7 +12,7 @@ from experts.balance import gated_layers
 from experts.expert_state import remote_expert_names
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, OrchestratorError, UserError
-from orchestrator.record.log import Log, SilentLog
+from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.train.checkpoint.files import KINDS, MANIFEST, Contents, load
 from orchestrator.train.checkpoint.hashed_file import no_progress
 from orchestrator.train.checkpoint.progress import Progress, read_progress

@@ -15,9 +15,9 @@ from torch import nn
 
 from experts.model import structure_of
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.record.callbacks import CallbackRunner
-from orchestrator.record.events import DriverLog, EventLog, of_kind, read_events
-from orchestrator.record.log import Log
+from orchestrator.record.callbacks.callbacks import CallbackRunner
+from orchestrator.record.files.events import DriverLog, EventLog, of_kind, read_events
+from orchestrator.record.files.log import Log
 from orchestrator.redaction import Secrets, mask
 from orchestrator.train.checkpoint.saved_experts import OtherExperts, SavedExperts
 from orchestrator.train.checkpoint.snapshots import SnapshotTarget

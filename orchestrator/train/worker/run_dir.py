@@ -14,8 +14,8 @@ from typing import Any, get_args
 from orchestrator.config.outputs import Tracker
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.events import of_kind, read_events
-from orchestrator.record.summary import summarise, write_json
+from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.summary.summary import summarise, write_json
 from orchestrator.storage.address import location_text
 from orchestrator.train.worker.folder_lock import check_unlocked, folder_lock
 from orchestrator.types import counted, first_line, speed_text

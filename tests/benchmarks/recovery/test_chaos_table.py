@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.recovery.chaos_table import costs, recovery_table, spread, spread_table, time_kept
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from tests.support.faults import FiredFault
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.record.live import lasting_changes
 from orchestrator.record.live.state import RunState
-from orchestrator.record.summary import summarise
+from orchestrator.record.summary.summary import summarise
 from tests.support.fake_events import FakeRun, run_events
 from tests.support.fake_placements import expert_event
 

@@ -8,7 +8,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.record.live.exposition import exposition
 from orchestrator.record.live.metrics import METRICS
 from orchestrator.record.live.state import RunState

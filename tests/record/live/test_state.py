@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.events import Event, by_step, effective_events
-from orchestrator.record.host_balance import even_ratios, imbalance, token_counts
+from orchestrator.record.experts.host_balance import even_ratios, imbalance, token_counts
+from orchestrator.record.experts.placements import placement_at, placement_spans
+from orchestrator.record.files.events import Event, by_step, effective_events
 from orchestrator.record.live.expert_use import RECENT_LOADS
 from orchestrator.record.live.loss_curve import MAX_POINTS, LossCurve
 from orchestrator.record.live.state import MAX_NOTABLE, SILENT_S, RunState
-from orchestrator.record.placements import placement_at, placement_spans
-from orchestrator.record.speed import RECENT_STEPS, speed_of
-from orchestrator.record.summary import summarise
+from orchestrator.record.summary.speed import RECENT_STEPS, speed_of
+from orchestrator.record.summary.summary import summarise
 from tests.support.fake_events import FakeRun, run_events
 from tests.support.fake_placements import expert_event
 

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from orchestrator.record.expert_graph import GraphExpert, GraphLayer, expert_graphs
+from orchestrator.record.experts.expert_graph import GraphExpert, GraphLayer, expert_graphs
 from orchestrator.report.graph.layout import MAX_RADIUS, expert_places, spacing
 from tests.support.fake_evolution import evolving_events
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from orchestrator.record.expert_changes import expert_changes
-from orchestrator.record.expert_graph import expert_graphs
+from orchestrator.record.experts.expert_changes import expert_changes
+from orchestrator.record.experts.expert_graph import expert_graphs
 from orchestrator.report.graph.networks import to_json, to_networkx
 from tests.support.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_events
 

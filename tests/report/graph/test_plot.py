@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.collections import PatchCollection, PathCollection
 from matplotlib.colors import to_hex
 
-from orchestrator.record.expert_changes import expert_changes
-from orchestrator.record.expert_graph import expert_graphs
+from orchestrator.record.experts.expert_changes import expert_changes
+from orchestrator.record.experts.expert_graph import expert_graphs
 from orchestrator.report.draw.mpl import COLORS, png
 from orchestrator.report.graph.plot import graph_figure
 from orchestrator.report.graph.view import GraphView, graph_views

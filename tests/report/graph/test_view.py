@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from orchestrator.record.events import Event
-from orchestrator.record.expert_changes import expert_changes
-from orchestrator.record.expert_graph import ExpertGraph, expert_graphs
+from orchestrator.record.experts.expert_changes import expert_changes
+from orchestrator.record.experts.expert_graph import ExpertGraph, expert_graphs
+from orchestrator.record.files.events import Event
 from orchestrator.report.graph.view import MAX_EDGES, MAX_LAYERS, GraphView, LayerView, graph_views, spread
 from tests.support.fake_evolution import EVOLVING_HOSTS, evolving_events
 from tests.support.fake_placements import expert_event

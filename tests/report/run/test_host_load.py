@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.record.speed import speed_of
-from orchestrator.record.summary import summarise
+from orchestrator.record.summary.speed import speed_of
+from orchestrator.record.summary.summary import summarise
 from orchestrator.report.run.host_load import (
     MAX_BARS,
     exchange_cost,

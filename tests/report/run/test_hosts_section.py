@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from orchestrator.record.summary import summarise
+from orchestrator.record.summary.summary import summarise
 from orchestrator.report.draw.mpl import png
 from orchestrator.report.run.host_plot import hosts_figure
 from orchestrator.report.run.hosts_section import hosts_section

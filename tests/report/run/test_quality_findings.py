@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.report.run.quality_findings import overfitting_finding
 from orchestrator.report.run.read import RunRecord
 from orchestrator.report.run.sections import verdict_boxes

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.sweep.csv_files import scaling_csv, sweep_csv
 from tests.support.fake_sweep import (
     EXPERTS,

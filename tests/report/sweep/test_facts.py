@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.config.flags import read_flags
-from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.sweep.facts import (
     name_text,
     objective_name,

@@ -5,7 +5,7 @@ import re
 import pandas as pd
 import pytest
 
-from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.sweep.markdown import markdown_table, scaling_md
 from tests.support.fake_sweep import HOSTILE, MIXED, NOTHING, SWEEPS, FakeSweep, write_record
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.record.ledger import TrialRow
+from orchestrator.record.files.ledger import TrialRow
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.frames import scaling_frame
 from orchestrator.report.sweep.scaling import (

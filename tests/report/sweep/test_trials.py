@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.sweep.trials import num_devices, phase_shares, predicted_hours, trial_settings
 
 

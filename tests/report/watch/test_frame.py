@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from orchestrator.record.events import Event
+from orchestrator.record.files.events import Event
 from orchestrator.record.live.state import RunState
 from orchestrator.report.watch.frame import Size, frame
 from orchestrator.report.watch.glyphs import bar, curve, plain

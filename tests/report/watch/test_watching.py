@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.errors import UserError
-from orchestrator.record.events import DriverLog, Event, EventLog, encode_event
+from orchestrator.record.files.events import DriverLog, Event, EventLog, encode_event
 from orchestrator.report.watch import watching
 from orchestrator.report.watch.watching import Watch, show_once, show_until_end
 from orchestrator.storage.folder import RemoteError, RemoteFolder

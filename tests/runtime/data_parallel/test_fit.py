@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.events import by_step, of_kind, read_events
+from orchestrator.record.files.events import by_step, of_kind, read_events
 from tests.support.cli_runs import (
     command,
     complete,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from orchestrator import Config, Trainer
-from orchestrator.record.events import by_step, read_events
+from orchestrator.record.files.events import by_step, read_events
 from tests.support.cli_runs import enter_folder
 from tests.support.cluster import RayCluster
 from tests.support.ranks import run_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.events import of_kind
+from orchestrator.record.files.events import of_kind
 from tests.support.cli_runs import complete_run, losses
 from tests.support.cluster import RayCluster
 from tests.support.faults import FaultFolder, FaultSchedule

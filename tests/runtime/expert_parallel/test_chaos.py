@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.events import of_kind, read_events
+from orchestrator.record.files.events import of_kind, read_events
 from tests.support.chaos_runs import SAMPLES, FinishedRun, Job, run_with_faults
 from tests.support.cli_runs import read_summary
 from tests.support.cluster import RayCluster, local_cluster

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.cli.main import main
-from orchestrator.record.events import of_kind
+from orchestrator.record.files.events import of_kind
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.restore import restore_model

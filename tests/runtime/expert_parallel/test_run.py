@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.events import of_kind, read_events
+from orchestrator.record.files.events import of_kind, read_events
 from tests.support import counting_task
 from tests.support.cli_runs import (
     complete_run,

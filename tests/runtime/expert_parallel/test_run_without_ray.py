@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from orchestrator.errors import UserError
-from orchestrator.record.events import EventLog
+from orchestrator.record.files.events import EventLog
 from orchestrator.runtime.expert_parallel.host_worker import SegmentResult
 from orchestrator.runtime.expert_parallel.states import (
     Closing,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.events import of_kind
+from orchestrator.record.files.events import of_kind
 from tests.support.chaos_runs import SETTINGS, Job, run_with_faults
 from tests.support.cli_runs import complete, losses
 from tests.support.cluster import RayCluster

@@ -10,7 +10,7 @@ from orchestrator.config.sweep import Sweep
 from orchestrator.errors import ResourceError
 from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.record.ledger import TrialRow
+from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.sweep.devices import SweepDevices, check_feasible
 from tests.support.inventories import gpu, machine
 

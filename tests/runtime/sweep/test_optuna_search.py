@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.config.space import Point, Space, point_key
 from orchestrator.config.space_parser import parse_space
-from orchestrator.record.ledger import TrialRow
+from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.sweep.optuna_search import OptunaSource
 from tests.runtime.sweep.test_search import make_searcher, run_all
 

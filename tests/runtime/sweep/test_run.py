@@ -19,7 +19,7 @@ from orchestrator.config.space import Point, Space
 from orchestrator.config.space_parser import parse_space, points_space
 from orchestrator.config.sweep import Sweep
 from orchestrator.errors import UserError
-from orchestrator.record.ledger import LEDGER, Ledger, TrialRow, holds_sweep, read_sweep_record
+from orchestrator.record.files.ledger import LEDGER, Ledger, TrialRow, holds_sweep, read_sweep_record
 from orchestrator.runtime.sweep.run import make_source, trial_error
 from orchestrator.trainer import Trainer
 from tests.support.cli_runs import complete, finish_run, living_actors, read_summary

@@ -10,7 +10,7 @@ from ray.tune.search import Searcher
 
 from orchestrator.config.space import Point
 from orchestrator.config.space_parser import parse_space
-from orchestrator.record.ledger import TrialRow
+from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.sweep.search import FixedPoints, Source, TrialRules, TrialSearcher
 
 MAX_WORKERS = 8

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.config.settings import Config
 from orchestrator.errors import OutOfMemory, UserError
 from orchestrator.measure.trial import TrialResult
-from orchestrator.record.ledger import TrialRow
+from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.sweep.trial import SweepTrial, _worker_failure, add_measurement
 from orchestrator.runtime.sweep.trial_worker import check_batch
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from orchestrator.cli.main import main
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.remote_record import download_record
+from orchestrator.record.files.remote_record import download_record
 from orchestrator.storage.folder import open_folder
 from orchestrator.tasks.lm.model_folder import KEPT, copy_small_files, keep_small_files
 from orchestrator.tasks.lm.task import LanguageModel

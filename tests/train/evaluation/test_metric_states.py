@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from orchestrator.config.metric import Metric, as_metric
 from orchestrator.config.settings import Config
 from orchestrator.errors import TaskFailed, UserError
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.tasks.metrics import AUC, F1, Perplexity
 from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.train.data import MicroBatch

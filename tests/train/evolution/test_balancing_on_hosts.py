@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from orchestrator.config.settings import Config
-from orchestrator.record.events import EventLog, of_kind, read_events
-from orchestrator.record.log import Log, SilentLog
+from orchestrator.record.files.events import EventLog, of_kind, read_events
+from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.tasks.task import TensorData
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from experts.context import MoEContext
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.evolution.engine import Evolution

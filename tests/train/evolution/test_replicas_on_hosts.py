@@ -13,8 +13,8 @@ import torch
 from experts.balance import gated_layers
 from experts.layer import MoELayer
 from orchestrator.config.settings import Config
-from orchestrator.record.events import EventLog, by_step, read_events
-from orchestrator.record.log import Log, SilentLog
+from orchestrator.record.files.events import EventLog, by_step, read_events
+from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world

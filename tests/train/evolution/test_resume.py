@@ -12,10 +12,10 @@ import torch
 from experts.structure import LayerStructure
 from orchestrator.config.settings import Config
 from orchestrator.plan.inventory.cluster import Cluster
-from orchestrator.record.callbacks import CallbackRunner
-from orchestrator.record.events import EventLog, of_kind, read_events
-from orchestrator.record.log import Log, SilentLog
-from orchestrator.record.screen import Screen
+from orchestrator.record.callbacks.callbacks import CallbackRunner
+from orchestrator.record.files.events import EventLog, of_kind, read_events
+from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.record.screen.screen import Screen
 from orchestrator.train.checkpoint.saved_experts import SavedExperts
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from orchestrator import Config, Trainer
 from orchestrator.errors import UserError
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.train.loop import Loop
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world

@@ -13,8 +13,8 @@ from torch import nn
 
 from orchestrator import JsonLines, ParquetRows
 from orchestrator.errors import OrchestratorError, UserError
-from orchestrator.record.events import EventLog, by_step, of_kind, read_events
-from orchestrator.record.log import Log, SilentLog
+from orchestrator.record.files.events import EventLog, by_step, of_kind, read_events
+from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.train.data import Feed
 from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.loading import LoaderOptions

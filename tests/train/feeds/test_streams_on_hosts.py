@@ -12,8 +12,8 @@ import torch
 from orchestrator.config.settings import Config
 from orchestrator.data.json_lines import JsonLines
 from orchestrator.errors import UserError
-from orchestrator.record.events import EventLog
-from orchestrator.record.log import Log, SilentLog
+from orchestrator.record.files.events import EventLog
+from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.tasks.digits import Digits
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world

@@ -15,7 +15,7 @@ from uuid import uuid4
 import pytest
 
 from orchestrator.errors import TrainingFailed
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import Progress

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from orchestrator.errors import CheckpointDamaged
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.files import HostPart, load, write_part
 from orchestrator.train.checkpoint.hashed_file import Hashes

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.events import EventLog
+from orchestrator.record.files.events import EventLog
 from orchestrator.train.worker import build as build_module
 from orchestrator.train.worker.build_evolution import EvolutionParts
 from orchestrator.trainer import Trainer

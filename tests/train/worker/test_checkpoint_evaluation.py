@@ -12,7 +12,7 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.record.events import Event, of_kind, read_events
+from orchestrator.record.files.events import Event, of_kind, read_events
 from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.tasks.split import with_split
 from orchestrator.train.checkpoint.files import step_name

@@ -16,9 +16,9 @@ from experts.layer import MoELayer
 from experts.model import structure_of
 from experts.types import Routing
 from orchestrator.config.settings import Config
-from orchestrator.record.events import Event, EventLog, of_kind, read_events
-from orchestrator.record.log import Log, SilentLog
-from orchestrator.record.summary import summarise
+from orchestrator.record.files.events import Event, EventLog, of_kind, read_events
+from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.record.summary.summary import summarise
 from orchestrator.result import Result
 from orchestrator.tasks.task import Loss, TensorData
 from orchestrator.train.parts.stores import file_store

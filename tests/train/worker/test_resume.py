@@ -14,8 +14,8 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.events import EventLog, of_kind, read_events
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.events import EventLog, of_kind, read_events
+from orchestrator.record.files.log import SilentLog
 from orchestrator.tasks.digits import Digits
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.store import CheckpointStore

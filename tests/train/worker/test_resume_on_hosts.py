@@ -12,7 +12,7 @@ import pytest
 
 from experts.expert_state import remote_expert_names
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.record.log import SilentLog
+from orchestrator.record.files.log import SilentLog
 from orchestrator.train.checkpoint.capture import capture
 from orchestrator.train.checkpoint.files import Contents, HostPart, load
 from orchestrator.train.checkpoint.hashed_file import HashedReader

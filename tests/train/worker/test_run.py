@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from orchestrator.config.settings import Config
-from orchestrator.record.callback_values import EndInfo, FailureInfo
-from orchestrator.record.callbacks import Callback, CallbackRunner, Request
-from orchestrator.record.events import DriverLog, Event, EventLog, by_step, of_kind, read_events
-from orchestrator.record.log import Log, SilentLog
+from orchestrator.record.callbacks.callback_values import EndInfo, FailureInfo
+from orchestrator.record.callbacks.callbacks import Callback, CallbackRunner, Request
+from orchestrator.record.files.events import DriverLog, Event, EventLog, by_step, of_kind, read_events
+from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world

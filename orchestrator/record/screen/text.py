@@ -1,0 +1,148 @@
+"""Failures, recoveries and changes of experts in one line each, in the same words on the screen and in
+the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain, repeat
+
+from orchestrator.record.experts.expert_changes import ExpertChange
+from orchestrator.record.files.events import Event
+from orchestrator.record.files.scalars import to_float
+from orchestrator.types import first_line
+
+MAX_CAUSE_CHARS = 160  # events.jsonl has the whole message
+_SOURCES = {"memory": ", from snapshots in memory", "disk": ", from a checkpoint"}
+
+
+def failure_text(event: Event) -> str:
+    """Return a failure as text: 'step 40: host 1 was lost'."""
+    cause = str(event.get("message") or "").strip() or str(event.get("kind") or "failure")
+    step = event.get("step")
+    prefix = "" if step is None else f"step {step}: "
+    return prefix + first_line(cause, MAX_CAUSE_CHARS)
+
+
+def recovery_text(event: Event) -> str:
+    """Return a recovery as text.
+
+    Example: 'recovered in 12.3 s on 2 workers at step 35, from snapshots in memory, 5 steps
+    repeated'.
+    """
+    seconds = to_float(event.get("total_seconds"))
+    parts = [
+        "recovered",
+        "" if seconds is None else f"in {seconds:.1f} s",
+        _workers_text(event),
+        "" if event.get("step") is None else f"at step {event['step']}",
+    ]
+    lost = _count(event.get("lost_steps"))
+    repeated = f", {lost} {'step' if lost == 1 else 'steps'} repeated" if lost else ""
+    source = _SOURCES.get(str(event.get("source")), "")
+    return " ".join(part for part in parts if part) + source + repeated
+
+
+def oom_text(event: Event) -> str:
+    """Return an out-of-memory error and its consequence as text."""
+    smaller = event.get("next_micro_batch")
+    consequence = f"continuing with {smaller}" if smaller else "no smaller one is left to try"
+    return (
+        f"out of memory at step {event.get('step')} ({event.get('where')}) "
+        f"with a micro-batch of {event.get('micro_batch')}; {consequence}"
+    )
+
+
+def cuda_graph_text(event: Event) -> str:
+    """Return whether steps are captured in a CUDA graph, and why not."""
+    detail = event.get("detail")
+    if event.get("status") == "captured":
+        return f"captured a CUDA graph in {to_float(event.get('seconds')) or 0.0:.1f} s: {detail}"
+    return f"no CUDA graph: {detail}"
+
+
+def change_text(change: ExpertChange) -> str:
+    """Return what changed: 'expert 4 born from 1', 'expert 2 moved to host 1'."""
+    experts = _named("expert", change.ids)
+    match change.kind:
+        case "born":
+            return f"{experts} born {f'from {_numbers(change.parents)}' if change.parents else 'afresh'}"
+        case "merged":
+            return f"{experts} merged from {_numbers(change.parents)}"
+        case "warmed":
+            return f"{experts} ended the warm-up"
+        case "moved":
+            return _with_hosts(change, " moved to ", " to ")
+        case "copied":
+            return _with_hosts(change, " now on ", " on ")
+        case "undone":
+            return f"change of {experts} undone"
+        case _:
+            return f"{experts} {change.kind}"
+
+
+def effect_text(change: ExpertChange) -> str:
+    """Return the measured effect of a change; empty if nobody measured it."""
+    parts = []
+    if change.loss_before is not None and change.loss_after is not None:
+        parts.append(f"loss {change.loss_before:.4g} → {change.loss_after:.4g}")
+    if change.output_change is not None:
+        parts.append(f"output changed by {change.output_change:.2g}")
+    return ", ".join(parts)
+
+
+def change_line(change: ExpertChange) -> str:
+    """Return a change with its layer, its reason and its effect."""
+    changes_number = change.kind in ("born", "merged", "pruned", "undone")
+    number = f", {change.num_experts} experts now" if changes_number and change.num_experts else ""
+    reason = f": {first_line(change.reason, MAX_CAUSE_CHARS)}" if change.reason else ""
+    effect = effect_text(change)
+    return f"layer {change.layer}: {change_text(change)}{number}{reason}{f' ({effect})' if effect else ''}"
+
+
+def _with_hosts(change: ExpertChange, first_verb: str, verb: str) -> str:
+    """Return the experts of each host: 'expert 6 moved to host 0, experts 4 and 7 to hosts 1 and 2'."""
+    experts_of: dict[tuple[int, ...], list[int]] = {}
+    # A damaged event may have fewer hosts.
+    for expert, hosts in zip(change.ids, chain(change.hosts, repeat(())), strict=False):
+        experts_of.setdefault(hosts, []).append(expert)
+    groups = [
+        (_named("expert", experts), _named("host", hosts) if hosts else "unknown hosts")
+        for hosts, experts in experts_of.items()
+    ]
+    verbs = [first_verb] + [verb] * (len(groups) - 1)
+    return ", ".join(experts + verb + hosts for (experts, hosts), verb in zip(groups, verbs, strict=True))
+
+
+def _named(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun if len(numbers) == 1 else f'{noun}s'} {_numbers(numbers)}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    first = ", ".join(map(str, numbers[:-1]))
+    last = str(numbers[-1]) if numbers else "unknown"
+    return f"{first} and {last}" if first else last
+
+
+def _count(value: object) -> int:
+    number = to_float(value)
+    return int(number) if number is not None and math.isfinite(number) else 0
+
+
+def _workers_text(event: Event) -> str:
+    workers = event.get("workers")
+    if workers is None:
+        return ""
+    before = event.get("workers_before")
+    fewer = f" instead of {before}" if before not in (None, workers) else ""
+    return f"on {workers} {'worker' if workers == 1 else 'workers'}{fewer}"
+
+
+def settings_text(event: Event) -> str:
+    """Return the changed settings of a resumed run: 'learning_rate from 0.0001 to 0.003 (flag …)'."""
+    changes = event.get("changes")
+    known = [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
+    return "; ".join(
+        f"{change.get('name')} from {change.get('before')} to {change.get('now')} ({change.get('origin')})"
+        for change in known
+    )

@@ -1,0 +1,180 @@
+"""The outcome of a run in one object, from its events alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.record.experts.expert_changes import change_counts, expert_changes, final_num_experts
+from orchestrator.record.experts.host_balance import mean_per_step, settled_imbalance
+from orchestrator.record.files.events import (
+    Event,
+    by_step,
+    effective_events,
+    last_end,
+    of_kind,
+    recovery_starts,
+    split_sessions,
+)
+from orchestrator.record.files.validate import is_valid
+from orchestrator.record.summary.peak_memory import peak_memory
+from orchestrator.record.summary.speed import after_warm_up, speed_of
+
+
+def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
+    """Return the fields of ``summary.json``."""
+    recorded = [event for event in recorded if is_valid(event)]
+    events = effective_events(recorded)
+    starts = of_kind(events, "start")
+    start: Event = starts[-1] if starts else {"event": "start"}
+    steps = by_step(events, "step")
+    loads = by_step(events, "load")
+    exchanges = after_warm_up(by_step(events, "exchange"))
+    speed = speed_of(steps)
+    changes = expert_changes(events)
+    final = _final(recorded)
+    peak = peak_memory(recorded)
+    # The order of the keys is the order in the file.
+    return {
+        **_ending(recorded),
+        "task": start.get("task"),
+        "strategy": start.get("strategy"),
+        "workers": _workers(events),
+        "device": start.get("device"),
+        "precision": start.get("precision"),
+        "global_batch_size": start.get("global_batch_size"),
+        "parameters": start.get("parameters"),
+        "unit": start.get("unit"),
+        "steps": steps[-1]["step"] if steps else 0,
+        "epochs": len({event["epoch"] for event in of_kind(events, "epoch")}),
+        "samples_per_second": speed.samples if speed else None,
+        "units_per_second": speed.units if speed else None,
+        "median_step_seconds": speed.median_step_s if speed else None,
+        "mean_step_seconds": speed.mean_step_s if speed else None,
+        "warm_up_steps": speed.num_warm_up if speed else 0,
+        "train_loss": steps[-1]["loss"] if steps else None,
+        "bad_samples": sum(event["count"] for event in of_kind(events, "bad_samples")),
+        **_validation(events, final),
+        "peak_memory_bytes": peak.allocated if peak else None,
+        "memory_parts": dict(peak.parts) if peak else {},
+        "uploaded_step": _uploaded_step(recorded),
+        "final": final,
+        "experts": final_num_experts(changes, loads, final.get("step")),
+        "expert_changes": change_counts(changes),
+        "imbalance": settled_imbalance(events, loads),
+        "exchange_bytes_per_step": mean_per_step(exchanges, "bytes"),
+        "exchange_seconds_per_step": mean_per_step(exchanges, "seconds"),
+        **_interruptions(recorded, events, steps),
+        "seconds": sum(_seconds(session) for session in split_sessions(recorded)),
+    }
+
+
+def _ending(recorded: Sequence[Event]) -> dict[str, Any]:
+    end = last_end(split_sessions(recorded))
+    if end is None:
+        return {"status": "killed", "reason": "the process ended without an end event"}
+    return {"status": end["status"], "reason": end["reason"]}
+
+
+def _workers(events: Sequence[Event]) -> int | None:
+    """Return the number of workers at the end of the run."""
+    changes = [event for event in events if event["event"] in ("start", "recovery") and event.get("workers")]
+    return changes[-1]["workers"] if changes else None
+
+
+def _final(recorded: Sequence[Event]) -> dict[str, Any]:
+    """Return the step whose weights the run ended with, and why; empty if it did not end."""
+    last_session = split_sessions(recorded)[-1:]
+    events = of_kind(last_session[0], "final") if last_session else []
+    return {name: events[-1].get(name) for name in ("step", "weights", "reason")} if events else {}
+
+
+def best_evaluation(events: Sequence[Event]) -> Event | None:
+    """Return the last evaluation that was the best so far when it was made, of the events that count."""
+    evaluations = by_step(events, "evaluate")
+    return next((event for event in reversed(evaluations) if event.get("best")), None)
+
+
+def _validation(events: Sequence[Event], final: dict[str, Any]) -> dict[str, Any]:
+    """Return the evaluations of the final weights (of the newest ones in a run without), of the last step
+    that was evaluated, and of the best one."""
+    evaluations = by_step(events, "evaluate")
+    last = evaluations[-1] if evaluations else None
+    of_final = [event for event in evaluations if event["step"] == final.get("step")]
+    shown = of_final[-1] if of_final else last
+    return {
+        "validation": {"loss": shown["loss"], **shown["metrics"]} if shown else {},
+        "last": _with_step(last),
+        "best": _with_step(best_evaluation(events)),
+    }
+
+
+def _uploaded_step(recorded: Sequence[Event]) -> int | None:
+    """Return the newest checkpoint that is in the remote folder; None without one.
+
+    The best one may be uploaded after a newer one. A start abandons the checkpoints after its step."""
+    steps: set[int] = set()
+    for event in recorded:
+        if event["event"] == "start":
+            steps = {step for step in steps if step <= event.get("step", 0)}
+        elif event["event"] == "upload":
+            steps.add(event["step"])
+    return max(steps, default=None)
+
+
+def _with_step(evaluation: Event | None) -> dict[str, Any]:
+    if evaluation is None:
+        return {}
+    return {"step": evaluation["step"], "loss": evaluation["loss"], **evaluation["metrics"]}
+
+
+def _interruptions(
+    recorded: Sequence[Event], events: Sequence[Event], steps: Sequence[Event]
+) -> dict[str, Any]:
+    """Return failures, recoveries, lost steps and goodput: the time of effective steps over all
+    time spent."""
+    recoveries = of_kind(events, "recovery")
+    recorded_steps = of_kind(recorded, "step")
+    # A start that belongs to a recovery is the same interruption.
+    num_resumes = max(0, len(of_kind(events, "start")) - 1 - len(recovery_starts(events)))
+    num_replayed = len(recorded_steps) - len(steps)
+    useful_seconds = sum(step["seconds"] for step in steps)
+    spent_seconds = sum(step["seconds"] for step in recorded_steps) + _sum(recoveries, "total_seconds")
+    return {
+        "failures": len(of_kind(events, "failure")),
+        "recoveries": len(recoveries) + len(of_kind(events, "oom")) + num_resumes,
+        # A killed writer may have lost lines that the recovery counted.
+        "lost_steps": max(num_replayed, round(_sum(recoveries, "lost_steps"))),
+        "goodput": useful_seconds / spent_seconds if spent_seconds else None,
+    }
+
+
+def _sum(events: Sequence[Event], name: str) -> float:
+    return sum(event.get(name) or 0 for event in events)
+
+
+def _seconds(session: Sequence[Event]) -> float:
+    """Return the time from the first start to the last event, which includes processes without an
+    end event.
+
+    Clocks of nodes may be wrong. So it is at most the time that the process has measured which the user
+    started."""
+    times = [event["time"] for event in session if isinstance(event.get("time"), int | float)]
+    recorded = sum(end.get("seconds") or 0.0 for end in of_kind(session, "end"))
+    finals = of_kind(session, "final")
+    measured = [event["seconds"] for event in finals if isinstance(event.get("seconds"), int | float)]
+    span = max(times) - min(times) if times else 0.0
+    return max(recorded, min([span, *measured]))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file as a whole or not at all: to a temporary name, then renamed."""
+    partial = path.with_name(f".{path.name}.writing")
+    partial.unlink(missing_ok=True)
+    # Mode "x" never writes through a link that someone placed under this name.
+    with partial.open("x", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, default=str)
+    os.replace(partial, path)
