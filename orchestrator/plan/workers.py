@@ -266,7 +266,7 @@ def choose_dense_sharding(
 
 
 def check_cpu(config: Config, on_gpu: bool) -> None:
-    """Refuse settings that torch supports on GPUs only."""
+    """Raise ResourceError for settings that torch supports on GPUs only."""
     if on_gpu:
         return
     flags = {
@@ -275,7 +275,7 @@ def check_cpu(config: Config, on_gpu: bool) -> None:
     }
     for flag, given in flags.items():
         if given:
-            raise UserError(
+            raise ResourceError(
                 f"{flag} works for workers with GPUs, and these train on CPUs; leave it out, "
                 f"or use --gpu-mode multi_gpu on a machine with GPUs"
             )

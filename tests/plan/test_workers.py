@@ -372,7 +372,7 @@ def test_settings_for_gpus_only_are_refused_on_cpus(flag: str):
     given: dict[str, Any] = {flag: True}
     name = flag.replace("_", "-")
     with pytest.raises(
-        UserError,
+        ResourceError,
         match=f"^--{name} works for workers with GPUs, and these train on CPUs; leave it out",
     ):
         chosen_sharding(1.0, on_gpu=False, **given)

@@ -85,6 +85,18 @@ def test_fp8_is_infeasible_on_devices_without_it(inventory: Inventory, found: st
     assert found in row.reason
 
 
+@pytest.mark.parametrize("setting", ["cpu_offload", "sync_batchnorm"])
+def test_settings_for_gpus_are_infeasible_on_cpus(setting: str) -> None:
+    config = Config.of(workers=2, parallel_strategy="data_parallel")
+    space = parse_space([f"{setting}=true,false"])
+    devices = SweepDevices.of(config, space, machine(), Cluster.of(machine()))
+    assert devices.workers_or_refusal(config, {setting: False}) == 2
+    row = devices.workers_or_refusal(config, {setting: True})
+    assert isinstance(row, TrialRow)
+    assert row.status == "infeasible"
+    assert "these train on CPUs" in row.reason
+
+
 def test_fp8_is_tried_on_gpus_that_have_it() -> None:
     inventory = machine(gpu())
     devices = SweepDevices.of(Config(), parse_space(["precision=fp8"]), inventory, Cluster.of(inventory))
