@@ -50,7 +50,8 @@ def read_space(path: Path) -> Space:
             content = safe_content(file.read(MAX_CHARACTERS + 1))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read the space {path}: {reason}; give a YAML file to --space") from None
+        advice = f"write --sweep {path}" if "=" in path.name else "give a YAML file to --space"
+        raise UserError(f"cannot read the space {path}: {reason}; {advice}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
     if isinstance(content, list) and content and all(isinstance(point, dict) and point for point in content):

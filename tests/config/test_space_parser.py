@@ -97,6 +97,11 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
         read_space(tmp_path / "none.yaml")
 
 
+def test_settings_given_as_a_file_are_told_the_flag() -> None:
+    with pytest.raises(UserError, match=r"write --sweep precision=fp32,bf16$"):
+        read_space(Path("precision=fp32,bf16"))
+
+
 def test_a_file_may_list_points(tmp_path: Path) -> None:
     path = tmp_path / "points.yaml"
     path.write_text(
