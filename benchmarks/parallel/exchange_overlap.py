@@ -61,7 +61,7 @@ def main() -> None:
     text = header("Steps of expert hosts over NCCL", arguments)
     columns = (
         *("rows", "chunks", "ms a step", "range", "exchange, ms", "other kernels, ms", "both at once, ms"),
-        *("part of the exchange", "part of other kernels", "last loss"),
+        *("exchange overlapped", "other kernels overlapped", "last loss"),
     )
     publish(text + markdown_table(columns, rows), arguments.out)
 

@@ -26,6 +26,9 @@ def main() -> None:
         "--losses", nargs="+", type=Path, required=True, help="files that whole_step --losses has written"
     )
     arguments = parser.parse_args()
+    names = [file.stem for file in arguments.losses]
+    if len(set(names)) < max(2, len(names)):
+        parser.error(f"--losses has {', '.join(names)}; at least two files with different names were needed")
     curves = read_losses(arguments.losses)
     publish(header("Losses of runs", arguments) + differences_of_losses(curves), arguments.out)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _TRITON = importlib.util.find_spec("triton") is not None
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def available(x: Tensor | None = None) -> bool:
@@ -24,7 +24,7 @@ def available(x: Tensor | None = None) -> bool:
     They sum in fp32, so that fp64 is left to plain torch."""
     if x is None:
         return _TRITON and torch.cuda.is_available()
-    return _TRITON and x.is_cuda and x.dtype in _DTYPES
+    return _TRITON and x.is_cuda and x.dtype in DTYPES
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,7 @@ def emulated_gpu(precision: PrecisionName, recorder: OpRecorder) -> Iterator[Non
     """Let the model call the fused kernels of GPUs: the shapes of their results can be traced
     anywhere."""
     before = launching.available
-    launching.available = lambda x=None: (
-        x is None or x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    )
+    launching.available = lambda x=None: x is None or x.dtype in launching.DTYPES
     try:
         with ExitStack() as stack:
             if precision != "fp32":
