@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -86,6 +87,31 @@ def _first_rows_product(left_RK: Tensor, right_RN: Tensor, tiles: RowTiles) -> T
     if len(tiles.ends_E) > MAX_GROUPS:
         return weight_gradient(left_RK, right_RN, tiles)
     return F.grouped_mm(left_RK.t(), right_RN, offs=tiles.ends_E)
+
+
+_SECOND_PASS = (
+    "a second backward pass through the same experts: the first one wrote gradients over their hidden rows; "
+    "compute the forward pass again, or set --expert-kernel loop"
+)
+
+
+def refuse_second_pass(ctx: Any) -> None:
+    """Raise before torch finds that a saved tensor has changed, which would not tell the reason."""
+    if torch.compiler.is_compiling():  # a compiler refuses a second pass itself
+        return
+    if getattr(ctx, "is_used", False):
+        raise RuntimeError(_SECOND_PASS)
+    ctx.is_used = True
+
+
+def overwrite(hidden: Tensor) -> None:
+    """Mark hidden rows as overwritten by a backward pass.
+
+    Its operator does not declare it: a compiler would copy them first. None but the forward pass of the same
+    function has them, unless a compiler merges two equal passes."""
+    if hidden._version:
+        raise RuntimeError(_SECOND_PASS)
+    torch.autograd.graph.increment_version(hidden)
 
 
 def widest(matrices: Sequence[Tensor]) -> int:

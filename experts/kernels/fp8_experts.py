@@ -21,6 +21,8 @@ from experts.kernels.expert_tables import (
     divided,
     gradients_like,
     new_tables,
+    overwrite,
+    refuse_second_pass,
     results_like,
     tables,
     tiled_classes,
@@ -64,6 +66,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         launching.refuse_second_derivative()
+        refuse_second_pass(ctx)
         x_TD, token_R, hidden, *rows_and_matrices = ctx.saved_tensors
         rows, matrices = divided(rows_and_matrices)
         trains_experts = any(ctx.needs_input_grad[-len(matrices) :])
@@ -109,42 +112,44 @@ def _compute_backward(
     matrices: Sequence[Tensor],
     trains_experts: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of tokens and weights, and those of the matrices if they are trained."""
+    """Return the gradients of tokens and weights, and those of the matrices if they are trained.
+
+    The hidden rows are overwritten: see ``overwrite``."""
+    overwrite(hidden)
     weights_R, counts_L, row_TK = Rows(*rows)
     weights_R = weights_R.contiguous()
     num_rows = len(weights_R)
     classes = tiled_classes(matrices, counts_L, num_rows)
-    inner_widths = [each.down_EHD.shape[1] for each in classes]
     hidden_widths = [each.up_EDH.shape[2] for each in classes]
-    activated_tables = new_tables(x_TD, num_rows, inner_widths)
-    d_hidden_tables = new_tables(x_TD, num_rows, hidden_widths)
-    grad_tables = new_tables(x_TD, num_rows, inner_widths)
-    quantised_tables = _new_tables(x_TD, num_rows, hidden_widths)
+    # As in bf16, gradients take the place of the hidden rows, and activated rows that of their gradients.
+    inner_tables = new_tables(x_TD, num_rows, [each.down_EHD.shape[1] for each in classes])
     hidden_tables = tables(hidden, num_rows, hidden_widths)
+    quantised_tables = _new_tables(x_TD, num_rows, hidden_widths)
     d_rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     d_weights_R = torch.zeros_like(weights_R)  # rows that are left out have weights of other hosts' experts
     tokens_grad = quantise(grad_TD)
     for number, each in enumerate(classes):
-        d_hidden_RH = d_hidden_tables[number]
-        quantised = quantised_tables[number]
+        # No name is given to the tables: it would keep them alive below.
         # Both matrices are contracted along their rows in memory, so that nothing is transposed.
-        row_product(tokens_grad, quantise(each.down_EHD), each.tiles, grad_tables[number], token_R)
-        gradients = SwigluGradients(d_hidden_RH, d_weights_R, activated_tables[number])
+        row_product(tokens_grad, quantise(each.down_EHD), each.tiles, inner_tables[number], token_R)
+        gradients = SwigluGradients(hidden_tables[number], d_weights_R, inner_tables[number])
         fused.write_swiglu_gradients(
-            grad_tables[number], hidden_tables[number], weights_R, gradients, each.span
+            inner_tables[number], hidden_tables[number], weights_R, gradients, each.span
         )
-        fp8.write_quantised(d_hidden_RH, quantised, each.span)
-        row_product(quantised, quantise(each.up_EDH), each.tiles, d_rows_RD)
+        del gradients
+        fp8.write_quantised(hidden_tables[number], quantised_tables[number], each.span)
+        row_product(quantised_tables[number], quantise(each.up_EDH), each.tiles, d_rows_RD)
     d_x_TD = fused.add_rows(d_rows_RD, row_TK)
     if not trains_experts:
         return d_x_TD, d_weights_R, []
-    del grad_tables, quantised_tables, d_rows_RD  # the rows of the tokens take their memory
-    rows_RD = fused.copy_rows(x_TD, row_TK, num_rows)
+    del quantised_tables, d_rows_RD, tokens_grad  # each table is freed before the next is allocated
     grad_RD = fused.copy_rows(grad_TD, row_TK, num_rows)
-    d_ups = weight_gradients([rows_RD] * len(classes), d_hidden_tables, classes)
-    d_downs = weight_gradients(activated_tables, [grad_RD] * len(classes), classes)
-    d_matrices = [each for pair in zip(d_ups, d_downs, strict=True) for each in pair]
-    return d_x_TD, d_weights_R, d_matrices
+    d_downs = weight_gradients(inner_tables, [grad_RD] * len(classes), classes)
+    inner_tables.clear()
+    del grad_RD
+    rows_RD = fused.copy_rows(x_TD, row_TK, num_rows)
+    d_ups = weight_gradients([rows_RD] * len(classes), hidden_tables, classes)
+    return d_x_TD, d_weights_R, [each for pair in zip(d_ups, d_downs, strict=True) for each in pair]
 
 
 def _own_gradients_like(

@@ -19,6 +19,8 @@ from experts.kernels.expert_tables import (
     divided,
     gradients_like,
     new_tables,
+    overwrite,
+    refuse_second_pass,
     results_like,
     tables,
     tiled_classes,
@@ -65,8 +67,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         launching.refuse_second_derivative()
-        if not torch.compiler.is_compiling():  # a compiler refuses a second pass itself
-            _refuse_second_pass(ctx)
+        refuse_second_pass(ctx)
         x_TD, hidden, *rows_and_matrices = ctx.saved_tensors
         rows, matrices = divided(rows_and_matrices)
         trains_experts = any(ctx.needs_input_grad[-len(matrices) :])
@@ -74,19 +75,6 @@ class _Experts(torch.autograd.Function):
         d_x_TD, d_weights_R, d_matrices = _ops.compute_backward(grads[0], *passed)
         d_rows = (d_weights_R, None, None)
         return d_x_TD, None, *d_rows, *(d_matrices if trains_experts else [None] * len(matrices))
-
-
-_SECOND_PASS = (
-    "a second backward pass through the same experts: the first one wrote gradients over their hidden rows; "
-    "compute the forward pass again, or set --expert-kernel loop"
-)
-
-
-def _refuse_second_pass(ctx: Any) -> None:
-    """Raise before torch finds that a saved tensor has changed, which would not tell the reason."""
-    if getattr(ctx, "is_used", False):
-        raise RuntimeError(_SECOND_PASS)
-    ctx.is_used = True
 
 
 def _compute(
@@ -119,11 +107,8 @@ def _compute_backward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the gradients of tokens and weights, and those of the matrices if they are trained.
 
-    The hidden rows are overwritten. The operator does not declare it: a compiler would copy them first. None
-    but the forward pass of the same function has them, unless a compiler merges two equal passes."""
-    if hidden._version:
-        raise RuntimeError(_SECOND_PASS)
-    torch.autograd.graph.increment_version(hidden)
+    The hidden rows are overwritten: see ``overwrite``."""
+    overwrite(hidden)
     weights_R, counts_L, row_TK = Rows(*rows)
     weights_R = weights_R.contiguous()
     num_rows = len(weights_R)

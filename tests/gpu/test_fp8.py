@@ -378,6 +378,35 @@ def test_kept_for_the_backward_pass_are_tokens_hidden_rows_and_routing() -> None
     assert sum(kept.values()) <= tokens_bytes + hidden_bytes + routing_bytes
 
 
+def test_a_second_backward_pass_is_refused() -> None:
+    bank = fp8_bank(64, (128,) * 4)
+    x_TD = draw(50, 64, seed=2).bfloat16().requires_grad_()
+    trip = make_trip(50, 4, 2, "even")
+    y_TD = bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map)
+    y_TD.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass through the same experts"):
+        y_TD.sum().backward()
+
+
+def test_gradients_take_the_place_of_hidden_rows() -> None:
+    width, hidden, experts, tokens = 256, 1024, 4, 4096
+    bank = fp8_bank(width, (hidden,) * experts)
+    x_TD = draw(tokens, width, seed=2).bfloat16().requires_grad_()
+    trip = make_trip(tokens, experts, 2, "even")
+    y_TD = bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map)
+    grad_TD = torch.ones_like(y_TD)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y_TD.backward(grad_TD)
+    taken = torch.cuda.max_memory_allocated() - before
+    num_rows = 2 * tokens
+    inner_bytes = num_rows * hidden * 2
+    quantised_bytes = num_rows * 2 * hidden
+    rows_bytes = num_rows * width * 2
+    weights_bytes = 3 * experts * width * hidden * 2
+    assert taken < inner_bytes + quantised_bytes + rows_bytes + weights_bytes + inner_bytes // 4
+
+
 @pytest.mark.parametrize(
     "settings", [{"cuda_graph": "off"}, {"cuda_graph": "on"}, {"compile": "on"}], ids=str
 )
