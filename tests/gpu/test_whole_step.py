@@ -121,23 +121,30 @@ def test_twenty_steps_equal_those_of_torch(rate: str, monkeypatch: pytest.Monkey
         assert ours.state[parameter]["step"].device == theirs.state[expected]["step"].device
 
 
-@pytest.mark.parametrize("vocabulary", [7, 4096, 5000, 32_000])
+@pytest.mark.parametrize(
+    ("vocabulary", "columns"), [(7, 7), (7, 64), (4096, 4096), (4090, 4160), (5000, 5000), (32_000, 32_000)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_loss_kernel_equals_plain_torch(vocabulary: int, dtype: torch.dtype) -> None:
-    logits_CV = (draw(37, vocabulary) * 5).to(dtype)
+def test_the_loss_kernel_equals_plain_torch(vocabulary: int, columns: int, dtype: torch.dtype) -> None:
+    logits_CP = (draw(37, columns) * 5).to(dtype)
+    logits_CP[:, vocabulary:] = torch.nan  # they have no part in the loss
     targets_C = torch.randint(vocabulary, (37,), device=DEVICE)
-    loss_C, gradient_CV = loss_and_gradient_plain(logits_CV, targets_C)
-    found_C, found_CV = loss_and_gradient_fused(logits_CV.clone(), targets_C)
+    loss_C, gradient_CP = loss_and_gradient_plain(logits_CP, targets_C, vocabulary)
+    found_C, found_CP = loss_and_gradient_fused(logits_CP.clone(), targets_C, vocabulary)
     torch.testing.assert_close(found_C, loss_C, rtol=1e-5, atol=1e-5)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(found_CV, gradient_CV, rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(found_CP, gradient_CP, rtol=tolerance, atol=1e-6)
+    assert not found_CP[:, vocabulary:].any()
 
 
-def test_the_loss_in_chunks_equals_that_of_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("vocabulary", [5000, 5003])
+def test_the_loss_in_chunks_equals_that_of_whole_logits(
+    vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(token_loss_module, "CHUNK_LOGITS", 256 * 5000)
     hidden_TD = draw(1000, 64).requires_grad_()
-    output_VD = draw(5000, 64, seed=1).requires_grad_()
-    targets_T = torch.randint(5000, (1000,), device=DEVICE)
+    output_VD = draw(vocabulary, 64, seed=1).requires_grad_()
+    targets_T = torch.randint(vocabulary, (1000,), device=DEVICE)
     leaves = (hidden_TD, output_VD)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         found = token_loss(hidden_TD, output_VD, targets_T).sum

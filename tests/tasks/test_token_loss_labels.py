@@ -14,6 +14,8 @@ from orchestrator.tasks.token_loss import NO_LABEL, PLAIN, LogitTransform, token
 TOKENS = 23
 WIDTH = 5
 VOCABULARY = 11
+COLUMNS = 64
+"""The vocabulary with rows of zeros."""
 TRANSFORMS = [PLAIN, LogitTransform(0.3), LogitTransform(1.0, 2.0), LogitTransform(1.7, 3.0)]
 
 
@@ -72,7 +74,7 @@ def test_logits_are_computed_for_labelled_tokens_and_gradients_for_trained_weigh
     hidden_TD, output_VD, bias_V, labels_T = make_inputs()
     num_labels = int((labels_T != NO_LABEL).sum())
     assert 0 < num_labels < TOKENS
-    product_flop = 2 * num_labels * WIDTH * VOCABULARY
+    product_flop = 2 * num_labels * WIDTH * COLUMNS
     with FlopCounterMode(display=False) as trained:
         labelled_loss(hidden_TD, output_VD, bias_V, labels_T).backward()
     assert trained.get_total_flops() == 3 * product_flop

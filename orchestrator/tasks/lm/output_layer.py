@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from experts.bank import computing_dtype
 from experts.kernels.autocast import without_autocast
-from orchestrator.tasks.token_loss import PLAIN, LogitTransform, token_loss
+from orchestrator.tasks.token_loss import PLAIN, LogitTransform, smallest_large, token_loss
 
 LARGE_LOGITS = 2**24
 """Logits of a sample from which on chunks are used. Micro-batches have some samples: 256 MiB of four in fp32.
@@ -49,7 +49,8 @@ def call_with_labels(
 
     ``note`` tells the user why a model with many logits has whole ones."""
     handle: Any = model
-    if labels_BS.shape[1] * handle.config.get_text_config().vocab_size < LARGE_LOGITS:
+    vocabulary = handle.config.get_text_config().vocab_size
+    if labels_BS.shape[1] * vocabulary < smallest_large(LARGE_LOGITS, vocabulary):
         return model(**inputs)
     if _ATTRIBUTE not in model.__dict__:
         model.__dict__[_ATTRIBUTE] = OutputLoss(model, note)
