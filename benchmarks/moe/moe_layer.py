@@ -99,6 +99,11 @@ class Weights:
             torch.ones(shape.experts, device=device),
         )
 
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The weights that are trained."""
+        return self.gate_ED, self.up_EDH, self.down_EHD
+
 
 def route(x_TD: Tensor, weights: Weights, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights and experts of each token, and the losses: the gate, written plainly."""
@@ -187,7 +192,7 @@ def our_candidate(shape: Shape, leaves: tuple[Tensor, ...], fp8: bool) -> Candid
 def candidates(shape: Shape, device: torch.device, skew: float, fp8: bool = False) -> dict[str, Candidate]:
     """Return all candidates with experts, with the same weights."""
     weights = Weights.random(shape, device, skew)
-    leaves = (weights.gate_ED, weights.up_EDH, weights.down_EHD)
+    leaves = weights.leaves
     torch.compiler.reset()  # else torch compiles the second shape for any shape
     by_hand = partial(plain, weights, shape.top_k)
     return {
