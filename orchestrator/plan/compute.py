@@ -13,7 +13,15 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.reasons import NO_AUTO, set_switch
-from orchestrator.types import BF16_PRECISIONS, NOT_USED, Choice, PrecisionName, Rejected, seconds_text
+from orchestrator.types import (
+    BF16_PRECISIONS,
+    NOT_USED,
+    Choice,
+    PrecisionName,
+    Rejected,
+    flops_text,
+    seconds_text,
+)
 
 # Compute capabilities from which on a GPU has the feature.
 _TF32_CAPABILITY = (8, 0)
@@ -146,8 +154,11 @@ def choose_compile(
         )
     if steps is None:
         return Choice(False, "the number of steps is unknown; try --compile for a long run")
-    seconds = steps * max(flops / flops_per_second(gpu), _SHORTEST_STEP_S)
-    length = f"about {seconds_text(seconds)} of work"
+    rate = flops_per_second(gpu)
+    step_s = max(flops / rate, _SHORTEST_STEP_S)
+    pace = f"{flops_text(rate)}/s" if step_s > _SHORTEST_STEP_S else f"{seconds_text(step_s)} a step"
+    seconds = steps * step_s
+    length = f"about {seconds_text(seconds)} of work at {pace}"
     if seconds < _COMPILE_PAYS_FROM_S:
         takes_long = Rejected("on", "compiling would take as long as it saves")
         return Choice(False, f"the run is short ({length})", (takes_long,))

@@ -9,7 +9,7 @@ from orchestrator.errors import UserError
 from orchestrator.plan.compute import flops_per_second
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.reasons import NO_AUTO
-from orchestrator.types import NOT_USED, Choice, Rejected, seconds_text
+from orchestrator.types import NOT_USED, Choice, Rejected, flops_text, seconds_text
 
 _LONGEST_STEP_S = 0.010
 """Work of a step up to which the launches may take longer: Python makes about a hundred in a millisecond."""
@@ -44,8 +44,9 @@ def choose_cuda_graph(config: Config, step: StepForm) -> Choice[bool]:
         return Choice(False, NO_AUTO)
     if obstacle:
         return Choice(False, obstacle, (Rejected("on", "cannot work"),))
-    work_s = step.flops / flops_per_second(step.gpu)
-    work = f"a step is about {seconds_text(work_s)} of work for the GPU"
+    rate = flops_per_second(step.gpu)
+    work_s = step.flops / rate
+    work = f"a step is about {seconds_text(work_s)} of work for the GPU at {flops_text(rate)}/s"
     if work_s > _LONGEST_STEP_S:
         return Choice(False, f"{work}, longer than its launches", (Rejected("on", "would save little"),))
     slower = Rejected("off", "the GPU would wait for Python")
