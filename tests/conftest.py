@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support.cluster import RayCluster, local_cluster
-from tests.support.object_server import ObjectServer, object_server
+from tests.support.hosts.cluster import RayCluster, local_cluster
+from tests.support.storage.object_server import ObjectServer, object_server
 
 # Set before torch is imported, here and in processes that tests start. Tensors of tests are tiny:
 # on two busy cores, threads that wait for each other cost ten times what they save.

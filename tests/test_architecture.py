@@ -11,7 +11,15 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.source_trees import IMPORTS, MODULES, PRIVATE_RAY, TREES, Import, imports_of, is_within
+from tests.support.docs.source_trees import (
+    IMPORTS,
+    MODULES,
+    PRIVATE_RAY,
+    TREES,
+    Import,
+    imports_of,
+    is_within,
+)
 
 LAYERS = (
     "storage",
@@ -209,7 +217,7 @@ def test_every_import_follows_the_rule(rule: Callable[[Import], bool]) -> None:
         (may_import_torch, "experts.placement.x", "from torch import Tensor"),
         (may_import_torch, "orchestrator.cli.main", "import torch"),
         (may_import_distributed, "orchestrator.train.loop", "import torch.distributed as dist"),
-        (leaves_tests_alone, "orchestrator.train.loop", "from tests.support import oracle"),
+        (leaves_tests_alone, "orchestrator.train.loop", "from tests.support.moe import oracle"),
     ],
 )
 def test_a_planted_violation_is_found(rule: Callable[[Import], bool], importer: str, statement: str) -> None:

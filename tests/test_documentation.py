@@ -24,10 +24,10 @@ from orchestrator.cli.launch import split
 from orchestrator.cli.train import TrainOptions
 from orchestrator.config.flags import read_flags, read_options
 from orchestrator.config.settings import flat_names
-from tests.support.cli_runs import complete, enter_folder
-from tests.support.cluster import RayCluster
-from tests.support.documents import PAGES, ROOT, Block, blocks, broken_links, page_name, prose
-from tests.support.ranks import run_ranks
+from tests.support.docs.documents import PAGES, ROOT, Block, blocks, broken_links, page_name, prose
+from tests.support.hosts.cluster import RayCluster
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.cli_runs import complete, enter_folder
 
 BLOCKS = blocks()
 NOT_RUN = {

@@ -22,8 +22,8 @@ from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.remote import mirror
-from tests.support.blob_trainers import Blobs, blobs, settings
-from tests.support.language_models import lm_config
+from tests.support.lm.language_models import lm_config
+from tests.support.runs.blob_trainers import Blobs, blobs, settings
 
 
 class Splits(Blobs):

@@ -22,9 +22,9 @@ from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote import mirror, retry
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
-from tests.support.blob_trainers import blobs, cross_entropy, settings
-from tests.support.object_server import ObjectServer
-from tests.support.remote_kills import kill_and_resume
+from tests.support.faults.remote_kills import kill_and_resume
+from tests.support.runs.blob_trainers import blobs, cross_entropy, settings
+from tests.support.storage.object_server import ObjectServer
 
 
 @pytest.fixture

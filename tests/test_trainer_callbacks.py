@@ -14,7 +14,7 @@ from orchestrator.config.sweep import Sweep
 from orchestrator.errors import TaskFailed, UserError
 from orchestrator.record.callbacks.callback_values import EndInfo, EvaluationInfo, StartInfo, StepInfo
 from orchestrator.record.files.events import of_kind, read_events
-from tests.support.loop_runs import SMALL
+from tests.support.runs.loop_runs import SMALL
 
 
 def settings(run_dir: Path, **more: Any) -> Config:

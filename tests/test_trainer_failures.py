@@ -21,7 +21,7 @@ from orchestrator.errors import TaskFailed, TrainingFailed, UserError
 from orchestrator.record.callbacks.callback_values import StepInfo
 from orchestrator.record.files.events import by_step, of_kind
 from orchestrator.train.checkpoint.writer import CheckpointWriter
-from tests.support.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
+from tests.support.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 
 
 def test_a_diverged_run_fails_and_saves_no_checkpoint_of_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from orchestrator import Metric
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import of_kind
-from tests.support.blob_trainers import blobs, events_of, settings, trainer
+from tests.support.runs.blob_trainers import blobs, events_of, settings, trainer
 
 
 def churn_loss(model: nn.Module, batch: Any) -> Any:

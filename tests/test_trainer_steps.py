@@ -12,7 +12,7 @@ from torch import nn
 
 from orchestrator import Trainer
 from orchestrator.record.files.events import by_step, of_kind
-from tests.support.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
+from tests.support.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 
 
 def test_a_step_repeated_after_out_of_memory_updates_batch_norm_once(tmp_path: Path) -> None:

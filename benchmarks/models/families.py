@@ -14,9 +14,9 @@ from __future__ import annotations
 import transformers
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from tests.support.families import FAMILIES
-from tests.support.family_runs import differences, train_eager, train_in_one_process, train_on_hosts
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.families import FAMILIES
+from tests.support.lm.family_runs import differences, train_eager, train_in_one_process, train_on_hosts
 
 COLUMNS = (
     "loss",

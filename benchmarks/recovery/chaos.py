@@ -50,10 +50,8 @@ from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.record.experts.expert_changes import change_counts, expert_changes
 from orchestrator.record.files.events import of_kind
 from orchestrator.types import MIB
-from tests.support.chaos_runs import EVOLVING, SAMPLES, FinishedRun, Job, run_with_faults
-from tests.support.cli_runs import read_summary
-from tests.support.cluster import RayCluster, local_cluster
-from tests.support.faults import (
+from tests.support.faults.chaos_runs import EVOLVING, SAMPLES, FinishedRun, Job, run_with_faults
+from tests.support.faults.fault_schedule import (
     EVOLUTION_PHASES,
     EVOLUTION_WEIGHTS,
     PHASE_WEIGHTS,
@@ -62,13 +60,15 @@ from tests.support.faults import (
     kills_every,
     random_kills,
 )
-from tests.support.run_checks import (
+from tests.support.faults.run_checks import (
     check_experts,
     check_sample_counts,
     check_samples,
     check_steps,
     check_survivors,
 )
+from tests.support.hosts.cluster import RayCluster, local_cluster
+from tests.support.runs.cli_runs import read_summary
 
 STEPS_BEFORE = 20  # before the first kill
 STEPS_AFTER = 40  # after the last kill

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.types import bytes_text
-from tests.support.joining import join_counts
-from tests.support.many_hosts import ManyHosts
+from tests.support.hosts.joining import join_counts
+from tests.support.hosts.many_hosts import ManyHosts
 
 EXPERTS_PER_HOST = 2
 

@@ -25,11 +25,19 @@ from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallelism
 from orchestrator.plan.cost.traffic import traffic_seconds
 from orchestrator.record.files.events import by_step, read_events
-from tests.support.cost_machines import device
-from tests.support.namespace_cluster import NamespaceCluster, namespace_cluster
-from tests.support.namespace_runs import CASES, STEPS, STRATEGIES, Outcome, failed, run_case, undisturbed
-from tests.support.namespace_runs import Case as DisturbedCase
-from tests.support.namespaces import LinkSpec, reason_not_allowed
+from tests.support.fakes.cost_machines import device
+from tests.support.hosts.namespace_cluster import NamespaceCluster, namespace_cluster
+from tests.support.hosts.namespace_runs import (
+    CASES,
+    STEPS,
+    STRATEGIES,
+    Outcome,
+    failed,
+    run_case,
+    undisturbed,
+)
+from tests.support.hosts.namespace_runs import Case as DisturbedCase
+from tests.support.hosts.namespaces import LinkSpec, reason_not_allowed
 
 MODEL = vectors(width=256, experts=8, expert_hidden_size=512, layers=1)
 BATCH = 1024

@@ -22,7 +22,7 @@ from benchmarks.steps.peer_steps import free_memory, timed_steps, transformers_s
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
 from orchestrator.trainer import Trainer
-from tests.support.large_models import CONFIGS
+from tests.support.lm.large_models import CONFIGS
 
 MODEL = CONFIGS["Qwen3-30B-A3B"]
 

@@ -20,7 +20,7 @@ from orchestrator.config.settings import Config
 from orchestrator.record.files.events import Event, by_step, of_kind, read_events
 from orchestrator.trainer import Trainer
 from orchestrator.types import MIB
-from tests.support.object_server import object_server
+from tests.support.storage.object_server import object_server
 
 SIZES: dict[str, Any] = {
     "task": "synthetic",

@@ -16,7 +16,7 @@ from orchestrator import Config, Task, Trainer
 from orchestrator.cli.main import main
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss, TensorData
-from tests.support.families import build, tokens
+from tests.support.lm.families import build, tokens
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from rich.console import Console
 from orchestrator.record.files.events import by_step, read_events
 from orchestrator.report.watch.watching import Watch
 from tests.cli.helpers import CPU, Call, check_answer
-from tests.support.cli_runs import command, finish_run, start_run
-from tests.support.cluster import RayCluster
+from tests.support.hosts.cluster import RayCluster
+from tests.support.runs.cli_runs import command, finish_run, start_run
 
 ENDLESS = ("--max-steps", "1000000", "--epochs", "1000000", "--metrics-port", "0", *CPU)
 WAIT_S = 120.0

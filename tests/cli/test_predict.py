@@ -13,7 +13,7 @@ from orchestrator.cli.main import main
 from orchestrator.plan.cost.calibration import VERSION, Calibration, Profile, write_calibration
 from orchestrator.plan.cost.machine import Interconnect, Link
 from orchestrator.plan.inventory.hardware import inventory
-from tests.support.cost_machines import device
+from tests.support.fakes.cost_machines import device
 
 SMALL = (
     "--task", "digits", "--width", "16", "--layers", "1",

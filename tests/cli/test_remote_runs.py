@@ -11,7 +11,7 @@ from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from tests.cli.helpers import CPU, SMALL, Call
-from tests.support.object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
+from tests.support.storage.object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
 
 
 def test_the_command_line_trains_resumes_and_reports_in_s3(

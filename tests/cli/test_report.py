@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.cli.helpers import Call, check_answer
 from tests.report.comparison.helpers import write_named
-from tests.support.fake_events import FakeRun
+from tests.support.fakes.fake_events import FakeRun
 
 
 def test_two_runs_are_compared_on_the_screen_and_in_files(call: Call, tmp_path: Path) -> None:

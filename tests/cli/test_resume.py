@@ -19,8 +19,8 @@ import pytest
 
 from orchestrator.record.files.events import by_step, of_kind, read_events
 from orchestrator.train.checkpoint.store import CheckpointStore
-from tests.support.checkpoints import damage
-from tests.support.cli_runs import complete
+from tests.support.runs.cli_runs import complete
+from tests.support.storage.checkpoints import damage
 
 STEPS = 90
 SETTINGS = [

@@ -12,7 +12,7 @@ import yaml
 
 from orchestrator.record.files.events import by_step, of_kind, read_events
 from tests.cli.helpers import CPU, SMALL, Answer, Call, check_answer
-from tests.support.lock_holder import lock_holder
+from tests.support.faults.lock_holder import lock_holder
 
 QUICK = (*SMALL, *CPU, "--trackers", "--no-monitor-gpu", "--batch-size", "8", "--schedule", "constant")
 

@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.report.watch import watching
 from tests.cli.helpers import Call, check_answer
-from tests.support.fake_events import FakeRun
-from tests.support.fake_run import write_run
+from tests.support.fakes.fake_events import FakeRun
+from tests.support.fakes.fake_run import write_run
 
 
 def test_one_frame_of_a_finished_run(call: Call, tmp_path: Path) -> None:

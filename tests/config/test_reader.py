@@ -15,7 +15,7 @@ from orchestrator.config.settings import Config, flat_names, setting_types
 from orchestrator.config.writer import dump, write_file
 from orchestrator.errors import UserError
 from tests.config.helpers import TYPOS, flag_refusal, read_text, refusal
-from tests.support.inventories import configs
+from tests.support.fakes.inventories import configs
 
 
 @pytest.mark.parametrize(

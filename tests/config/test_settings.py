@@ -16,7 +16,7 @@ from orchestrator.config.optim import OptimSettings
 from orchestrator.config.reference import setting_texts
 from orchestrator.config.settings import Config, flat_names, section_types, setting_types
 from orchestrator.errors import UserError
-from tests.support.inventories import VALUES
+from tests.support.fakes.inventories import VALUES
 
 
 def value_of(config: Config, name: str) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from orchestrator.config.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.writer import dump, to_json, with_absolute_paths, write_file
-from tests.support.inventories import VALUES, configs
+from tests.support.fakes.inventories import VALUES, configs
 
 
 @settings(max_examples=80, deadline=None)

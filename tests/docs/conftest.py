@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documents import ROOT
+from tests.support.docs.documents import ROOT
 
 
 @pytest.fixture(scope="session")

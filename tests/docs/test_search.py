@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.site_search import SiteSearch
+from tests.support.docs.site_search import SiteSearch
 
 QUESTIONS = {
     "train own model": "own-model.html",

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli_runs import complete, enter_folder, variables_of
-from tests.support.cluster import RayCluster
-from tests.support.documents import ROOT
-from tests.support.ranks import run_ranks
+from tests.support.docs.documents import ROOT
+from tests.support.hosts.cluster import RayCluster
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.cli_runs import complete, enter_folder, variables_of
 
 EXAMPLES = ROOT / "examples"
 LAST_WORDS = {

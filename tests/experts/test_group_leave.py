@@ -15,7 +15,7 @@ import torch
 from experts.group import AsyncWork, Group
 from experts.membership import GroupLeft
 from orchestrator.train.parts.comm_errors import is_communication_error
-from tests.support.group_hosts import (
+from tests.support.hosts.group_hosts import (
     LARGE,
     Address,
     GroupHost,
@@ -24,7 +24,7 @@ from tests.support.group_hosts import (
     wait_for_keys,
     wait_until_at_most,
 )
-from tests.support.ranks import start_ranks
+from tests.support.hosts.ranks import start_ranks
 
 
 def all_to_all(group: Group) -> AsyncWork:

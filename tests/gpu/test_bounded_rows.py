@@ -20,9 +20,9 @@ from orchestrator.tasks.digits import Digits
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, recoverable_world
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
-from tests.support.gpu_ranks import rank_device, skip_without
-from tests.support.ranks import run_ranks
-from tests.support.steppers import make_stepper, mean_loss, run_steps
+from tests.support.hosts.gpu_ranks import rank_device, skip_without
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import make_stepper, mean_loss, run_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CONFIG = Config.of(expert_hidden_size=(64, 128, 64, 192, 128), experts=5, width=64, layers=2)

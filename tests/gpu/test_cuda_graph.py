@@ -22,7 +22,7 @@ from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_graphs, build_parts, build_stepper
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
-from tests.support.steppers import Events, run_steps, weights
+from tests.support.runs.steppers import Events, run_steps, weights
 
 pytestmark = pytest.mark.gpu
 

@@ -11,11 +11,11 @@ import torch
 from orchestrator.config.settings import Config
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from tests.support.gpu_ranks import rank_device, skip_without
-from tests.support.language_models import FilledLanguageModel, lm_config
-from tests.support.lm_runs import GLOBAL_BATCH, PLACEMENTS, STEPS
-from tests.support.ranks import run_ranks
-from tests.support.steppers import make_stepper, mean_loss, run_steps
+from tests.support.hosts.gpu_ranks import rank_device, skip_without
+from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.language_models import FilledLanguageModel, lm_config
+from tests.support.lm.lm_runs import GLOBAL_BATCH, PLACEMENTS, STEPS
+from tests.support.runs.steppers import make_stepper, mean_loss, run_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 GPU = torch.device("cuda:0")

@@ -25,9 +25,9 @@ from orchestrator.train.parts.world import World, process_group_world, recoverab
 from orchestrator.train.strategies import ddp
 from orchestrator.train.strategies.buffers import convert_sync_batchnorm, running_statistics
 from orchestrator.types import MIB, PrecisionName
-from tests.support.gpu_ranks import rank_device, skip_without
-from tests.support.ranks import run_ranks
-from tests.support.steppers import (
+from tests.support.hosts.gpu_ranks import rank_device, skip_without
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import (
     DoubleDigits,
     assert_gradients_equal,
     gradients,

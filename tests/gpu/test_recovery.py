@@ -11,13 +11,10 @@ import pytest
 import torch
 
 from orchestrator.record.files.events import of_kind
-from tests.support.chaos_runs import FinishedRun, Job, run_with_faults
-from tests.support.cli_runs import read_summary
-from tests.support.cluster import local_cluster
-from tests.support.faults import FaultFolder, FaultSchedule, Phase
-from tests.support.gpu_ranks import skip_without
-from tests.support.run_checks import check_steps, check_survivors, recoveries
-from tests.support.stuck_cases import (
+from tests.support.faults.chaos_runs import FinishedRun, Job, run_with_faults
+from tests.support.faults.fault_schedule import FaultFolder, FaultSchedule, Phase
+from tests.support.faults.run_checks import check_steps, check_survivors, recoveries
+from tests.support.faults.stuck_cases import (
     HUNG_IN_TURN,
     READS_WHILE_A_PEER_HANGS,
     READS_WHILE_A_PEER_IS_SLOW,
@@ -27,6 +24,9 @@ from tests.support.stuck_cases import (
     run_case,
     seconds_to_detect,
 )
+from tests.support.hosts.cluster import local_cluster
+from tests.support.hosts.gpu_ranks import skip_without
+from tests.support.runs.cli_runs import read_summary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ray, pytest.mark.timeout(500)]
 KILL_STEPS = 60

@@ -28,7 +28,7 @@ from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
-from tests.support.steppers import Events, assert_gradients_equal, gradients
+from tests.support.runs.steppers import Events, assert_gradients_equal, gradients
 
 pytestmark = pytest.mark.gpu
 

@@ -25,7 +25,7 @@ from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.trainer import Trainer
-from tests.support.steppers import Events, mean_loss, weights
+from tests.support.runs.steppers import Events, mean_loss, weights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ import pytest
 
 from orchestrator.launch.options import LaunchOptions
 from tests.launch.manifests import cluster_of, manifest
-from tests.support.cli_runs import QUIET, SIZES, read_summary
-from tests.support.cluster import RayCluster, local_cluster
+from tests.support.hosts.cluster import RayCluster, local_cluster
+from tests.support.runs.cli_runs import QUIET, SIZES, read_summary
 
 
 @pytest.mark.ray

@@ -22,8 +22,8 @@ import pytest
 from orchestrator.launch.files import file_text
 from orchestrator.launch.launch import Launch
 from orchestrator.launch.options import LaunchOptions
-from tests.support.cli_runs import QUIET, SIZES, read_summary, steps_recorded
-from tests.support.cluster import processes_of_session
+from tests.support.hosts.cluster import processes_of_session
+from tests.support.runs.cli_runs import QUIET, SIZES, read_summary, steps_recorded
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done

@@ -20,8 +20,8 @@ import pytest
 from orchestrator.launch.files import file_text
 from orchestrator.launch.launch import Launch
 from orchestrator.launch.options import LaunchOptions
-from tests.support.cli_runs import QUIET, SIZES, read_summary
-from tests.support.cluster import free_port, processes_of_session
+from tests.support.hosts.cluster import free_port, processes_of_session
+from tests.support.runs.cli_runs import QUIET, SIZES, read_summary
 
 SSH = """#!/bin/sh
 [ "$1 $2" = "-o BatchMode=yes" ] || exit 255

@@ -17,7 +17,7 @@ from orchestrator.tasks.task import Loss
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.trainer import Trainer
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
 
 TINY: dict[str, Any] = {"width": 8, "expert_hidden_size": (8,), "experts": 2, "layers": 1, "batch_size": 16}
 

@@ -10,8 +10,8 @@ from orchestrator.errors import UserError
 from orchestrator.plan.batching import plan_batches
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
 from orchestrator.types import GIB
-from tests.support.batch_plans import sizes
-from tests.support.inventories import configs, models
+from tests.support.fakes.batch_plans import sizes
+from tests.support.fakes.inventories import configs, models
 
 BATCH_NAMES = (
     "batch_size",

@@ -9,8 +9,8 @@ import pytest
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelSharding
 from orchestrator.types import Choice
-from tests.support.batch_plans import memory_of, shared, sizes
-from tests.support.inventories import model
+from tests.support.fakes.batch_plans import memory_of, shared, sizes
+from tests.support.fakes.inventories import model
 
 
 @pytest.mark.parametrize(

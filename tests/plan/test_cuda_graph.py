@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import UserError
-from tests.support.inventories import gpu, machine, model, planned
+from tests.support.fakes.inventories import gpu, machine, model, planned
 
 CPU = machine()
 H200 = machine(gpu())

@@ -10,7 +10,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.device import choose_device, choose_worker_device
 from orchestrator.types import GIB, Choice
-from tests.support.inventories import cluster, gpu, machine, planned
+from tests.support.fakes.inventories import cluster, gpu, machine, planned
 
 CPU = machine()
 H200 = machine(gpu())

@@ -20,7 +20,7 @@ from orchestrator.plan.estimate import (
     largest_fitting,
 )
 from orchestrator.types import GIB, KIB, MIB
-from tests.support.inventories import model, models
+from tests.support.fakes.inventories import model, models
 
 limits = st.one_of(st.none(), st.floats(0, 400.0 * GIB))
 

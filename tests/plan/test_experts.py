@@ -15,7 +15,7 @@ from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan
 from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.types import GIB, Choice, StrategyName, bytes_text
-from tests.support.inventories import cluster, gpu, machine, model, planned
+from tests.support.fakes.inventories import cluster, gpu, machine, model, planned
 
 CPU = machine()
 ONE = machine(gpu())

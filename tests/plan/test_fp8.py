@@ -21,7 +21,7 @@ from orchestrator.tasks.load import load_task
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.build_model import build_parts
 from orchestrator.types import GIB, Choice
-from tests.support.inventories import gpu, machine, model, planned
+from tests.support.fakes.inventories import gpu, machine, model, planned
 
 H200 = machine(gpu())
 TEXT = "--precision fp8"

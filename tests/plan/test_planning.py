@@ -17,7 +17,7 @@ from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.types import GIB
-from tests.support.inventories import (
+from tests.support.fakes.inventories import (
     cluster,
     configs,
     gpu,

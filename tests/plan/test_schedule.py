@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.types import GIB, MIB
-from tests.support.inventories import cluster, gpu, machine, model, planned
+from tests.support.fakes.inventories import cluster, gpu, machine, model, planned
 
 CPU = machine()
 H200 = machine(gpu())

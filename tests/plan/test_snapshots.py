@@ -19,7 +19,7 @@ from orchestrator.plan.snapshots import (
     snapshot_memory,
 )
 from orchestrator.types import GIB, Choice
-from tests.support.inventories import gpu, machine, model
+from tests.support.fakes.inventories import gpu, machine, model
 
 NEEDED = SnapshotMemory(buffers=10 * GIB, object_store=10 * GIB, backups=10 * GIB)
 

@@ -24,7 +24,7 @@ from orchestrator.plan.workers import (
     workers_flag,
 )
 from orchestrator.types import GIB, Choice, bytes_text
-from tests.support.inventories import cluster, gpu, machine, model
+from tests.support.fakes.inventories import cluster, gpu, machine, model
 
 CPU = machine()
 ONE = machine(gpu())

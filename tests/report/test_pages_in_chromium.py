@@ -14,11 +14,11 @@ from orchestrator.report.comparison.page import comparison_page
 from orchestrator.report.run.page import page
 from orchestrator.report.sweep.page import sweep_page
 from tests.report.comparison.helpers import runs_in, write_named
-from tests.support.browser import Browser, Scheme, find_chromium, open_browser
-from tests.support.fake_events import FakeRun
-from tests.support.fake_evolution import evolving_record
-from tests.support.fake_run import run_record
-from tests.support.fake_sweep import FakeSweep, write_record
+from tests.support.docs.browser import Browser, Scheme, find_chromium, open_browser
+from tests.support.fakes.fake_events import FakeRun
+from tests.support.fakes.fake_evolution import evolving_record
+from tests.support.fakes.fake_run import run_record
+from tests.support.fakes.fake_sweep import FakeSweep, write_record
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium on this machine")
 

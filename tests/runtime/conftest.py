@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.runtime import folder_link
-from tests.support.folder_links import WAIT_S, ServerHandle
+from tests.support.storage.folder_links import WAIT_S, ServerHandle
 
 
 @pytest.fixture

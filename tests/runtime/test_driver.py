@@ -31,7 +31,7 @@ from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.run import RemoteRun
-from tests.support.checkpoints import save_checkpoint, small_contents
+from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 LOST = Failure("worker", "worker 1 was lost", 1, loss="died")
 COMPLETED = AttemptResult("completed")

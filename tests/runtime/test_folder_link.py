@@ -18,7 +18,7 @@ from orchestrator.runtime.bootstrap import Assignment, DriverRequests, check_run
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.publish_requests import ABANDON, ask
-from tests.support.folder_links import ServerHandle, linked, wait_until
+from tests.support.storage.folder_links import ServerHandle, linked, wait_until
 
 
 def test_events_logs_and_files_of_a_worker_come_to_the_driver(

@@ -11,7 +11,7 @@ from orchestrator.runtime.folder_server import FolderServer
 from orchestrator.storage.local_files import replace_file
 from orchestrator.train.remote.publish_requests import FOLDER as PUBLISH_REQUESTS
 from orchestrator.train.remote.publish_requests import open_requests
-from tests.support.folder_links import ServerHandle, linked, wait_until
+from tests.support.storage.folder_links import ServerHandle, linked, wait_until
 
 
 def test_events_of_a_main_host_that_was_replaced_are_dropped(

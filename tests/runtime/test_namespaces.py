@@ -8,9 +8,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.namespace_cluster import NamespaceCluster, namespace_cluster
-from tests.support.namespace_runs import CASES, STRATEGIES, TOLERANCE, Case, Outcome, run_case, undisturbed
-from tests.support.namespaces import reason_not_allowed
+from tests.support.hosts.namespace_cluster import NamespaceCluster, namespace_cluster
+from tests.support.hosts.namespace_runs import (
+    CASES,
+    STRATEGIES,
+    TOLERANCE,
+    Case,
+    Outcome,
+    run_case,
+    undisturbed,
+)
+from tests.support.hosts.namespaces import reason_not_allowed
 
 _NOT_ALLOWED = reason_not_allowed()
 pytestmark = [

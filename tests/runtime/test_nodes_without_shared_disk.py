@@ -21,7 +21,8 @@ import pytest
 
 from orchestrator.record.files.events import Event, by_step, of_kind, read_events
 from orchestrator.storage.folder import RemoteFolder
-from tests.support.cli_runs import (
+from tests.support.hosts.cluster import RayCluster, local_cluster, needs_private_disks
+from tests.support.runs.cli_runs import (
     QUIET,
     SIZES,
     complete,
@@ -30,8 +31,7 @@ from tests.support.cli_runs import (
     losses,
     single_process_losses,
 )
-from tests.support.cluster import RayCluster, local_cluster, needs_private_disks
-from tests.support.object_server import ObjectServer
+from tests.support.storage.object_server import ObjectServer
 
 pytestmark = [
     pytest.mark.ray,

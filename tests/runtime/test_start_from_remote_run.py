@@ -16,9 +16,9 @@ from orchestrator.config.reader import read_file
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteFolder
-from tests.support.cli_runs import QUIET, SIZES, complete, losses
-from tests.support.cluster import RayCluster, local_cluster, needs_private_disks
-from tests.support.object_server import ObjectServer
+from tests.support.hosts.cluster import RayCluster, local_cluster, needs_private_disks
+from tests.support.runs.cli_runs import QUIET, SIZES, complete, losses
+from tests.support.storage.object_server import ObjectServer
 
 pytestmark = [
     pytest.mark.ray,

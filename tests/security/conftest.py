@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.security.scene import RUN, Scene, call, hashes_outside
-from tests.support.audit_writes import recorded_changes
+from tests.support.storage.audit_writes import recorded_changes
 
 
 @pytest.fixture(scope="session")

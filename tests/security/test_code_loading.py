@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.source_trees import TREES
+from tests.support.docs.source_trees import TREES
 
 PICKLES = {
     "pickle",

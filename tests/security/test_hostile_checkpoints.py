@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.security.scene import DEEP, RUN, Scene, Spoil, call, resume
-from tests.support.forged_files import edit_json, edit_tensors, pickled, reseal, tensors_file
+from tests.support.storage.forged_files import edit_json, edit_tensors, pickled, reseal, tensors_file
 
 
 def member(name: str, data: Callable[[Scene], bytes]) -> Spoil:

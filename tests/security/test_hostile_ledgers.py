@@ -15,7 +15,7 @@ from orchestrator.errors import UserError
 from orchestrator.redaction import MASK
 from tests.security.scene import DEEP, Scene, assert_harmless, call
 from tests.security.test_hostile_run_folders import NO_FILES
-from tests.support.fake_sweep import EVIL, FakeSweep, write_sweep
+from tests.support.fakes.fake_sweep import EVIL, FakeSweep, write_sweep
 
 
 @pytest.mark.timeout(60)

@@ -16,7 +16,7 @@ import pytest
 from orchestrator import read_run
 from orchestrator.errors import UserError
 from tests.security.scene import DEEP, MARKUP, Scene, Spoil, assert_harmless, call, hashes_outside, resume
-from tests.support.forged_files import edit_json, laughs, yaml_bomb
+from tests.support.storage.forged_files import edit_json, laughs, yaml_bomb
 
 LINKS = {
     "events.jsonl": lambda scene: scene.folder / "events.jsonl",

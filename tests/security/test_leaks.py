@@ -39,7 +39,7 @@ from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.plan_file import read_earlier_plan, write_config_and_plan
 from orchestrator.trainer import Trainer
-from tests.support.canaries import CANARIES, ENVIRONMENT, PATH, URL, assert_none_in, leaky_task
+from tests.support.faults.canaries import CANARIES, ENVIRONMENT, PATH, URL, assert_none_in, leaky_task
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (

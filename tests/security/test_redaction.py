@@ -21,7 +21,7 @@ from orchestrator.redaction import (
     secrets_in,
     secrets_of,
 )
-from tests.support.canaries import CANARIES, ENVIRONMENT, PASSWORD, URL, assert_none_in
+from tests.support.faults.canaries import CANARIES, ENVIRONMENT, PASSWORD, URL, assert_none_in
 
 SECRETS = secrets_of(ENVIRONMENT)
 

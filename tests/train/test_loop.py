@@ -17,7 +17,7 @@ from orchestrator.train.heartbeat import Heartbeat, Phase
 from orchestrator.train.loop import Loop
 from orchestrator.train.requests import Requests
 from orchestrator.train.training import LoopHooks
-from tests.support.loop_runs import StepCounter, build_small_training, losses_in, run_loop
+from tests.support.runs.loop_runs import StepCounter, build_small_training, losses_in, run_loop
 
 
 class PhaseRecorder(Heartbeat):

@@ -18,8 +18,8 @@ from orchestrator.train.memory_watch import MemoryWatch
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.trainer import Trainer
-from tests.support.loop_runs import SMALL, run_loop
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.loop_runs import SMALL, run_loop
 
 PARTS = {"parameters": 400, "gradients": 400, "optimizer": 800, "average": 0, "buffers": 8}
 

@@ -17,8 +17,8 @@ from orchestrator.train.requests import NO_VOTES, Requests, RequestVotes
 from orchestrator.train.training import LoopHooks
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.trainer import Trainer
-from tests.support.loop_runs import SMALL, run_loop
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.loop_runs import SMALL, run_loop
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from experts.gate import Gate
 from experts.layer import MoELayer
 from orchestrator.errors import UserError
 from orchestrator.train.step import update as step_module
-from tests.support.planted_faults import (
+from tests.support.faults.planted_faults import (
     SIZES,
     Plant,
     TrainingCase,
@@ -26,8 +26,8 @@ from tests.support.planted_faults import (
     train_on_hosts,
     train_single_process,
 )
-from tests.support.steppers import assert_gradients_equal
-from tests.support.tiny_model import Tiny
+from tests.support.runs.steppers import assert_gradients_equal
+from tests.support.runs.tiny_model import Tiny
 
 # --- the balance loss is wrong under accumulation
 

@@ -32,7 +32,7 @@ from orchestrator.train.parts.world import World
 from orchestrator.train.step.recovery import StepRecovery
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper
-from tests.support.planted_faults import (
+from tests.support.faults.planted_faults import (
     HOSTS,
     LEARNING_RATE,
     SIZES,
@@ -45,9 +45,9 @@ from tests.support.planted_faults import (
     step_batches,
     train_single_process,
 )
-from tests.support.ranks import PEER_GONE, run_ranks
-from tests.support.steppers import make_stepper, mean_loss
-from tests.support.tiny_model import Tiny
+from tests.support.hosts.ranks import PEER_GONE, run_ranks
+from tests.support.runs.steppers import make_stepper, mean_loss
+from tests.support.runs.tiny_model import Tiny
 
 # --- the checkpoint has one rank's experts, and the run resumes in silence
 

@@ -17,7 +17,7 @@ from experts.gate import Gate
 from orchestrator.train.parts.gradient_norm import norm_of_gradients
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
-from tests.support.planted_faults import (
+from tests.support.faults.planted_faults import (
     HOSTS,
     SIZES,
     Plant,
@@ -30,9 +30,9 @@ from tests.support.planted_faults import (
     train_on_hosts,
     train_single_process,
 )
-from tests.support.ranks import run_ranks
-from tests.support.steppers import assert_gradients_equal
-from tests.support.tiny_model import Tiny
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import assert_gradients_equal
+from tests.support.runs.tiny_model import Tiny
 
 # --- the norm is averaged over ranks that own different experts
 

@@ -25,7 +25,7 @@ from experts.tokens.dispatch import copy_rows, sum_rows
 from experts.tokens.exchange import GroupExchange
 from experts.types import RowMap
 from orchestrator.config.settings import Config
-from tests.support.planted_faults import (
+from tests.support.faults.planted_faults import (
     HOSTS,
     LEARNING_RATE,
     SIZES,
@@ -40,9 +40,9 @@ from tests.support.planted_faults import (
     train_on_hosts,
     train_single_process,
 )
-from tests.support.ranks import run_ranks
-from tests.support.steppers import assert_gradients_equal
-from tests.support.tiny_model import Tiny
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import assert_gradients_equal
+from tests.support.runs.tiny_model import Tiny
 
 # --- experts without tokens get no gradient
 

@@ -17,7 +17,7 @@ from orchestrator.train.feeds.indexed import IndexedFeed
 from orchestrator.train.step.recovery import GROW_AFTER
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import power_of_two
-from tests.support.steppers import (
+from tests.support.runs.steppers import (
     UNEVEN_EXPERTS,
     DoubleDigits,
     DoubleText,
@@ -28,7 +28,7 @@ from tests.support.steppers import (
     mean_loss,
     run_steps,
 )
-from tests.support.tiny_model import Tiny
+from tests.support.runs.tiny_model import Tiny
 
 JITTERED = Tiny(((3, 5, 2, 4, 6, 7),), tokens=3, options={"jitter": 0.4})
 

@@ -19,11 +19,11 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.fsdp import local_part
-from tests.support.planted_faults import step_batches
-from tests.support.ranks import run_ranks
-from tests.support.snapshots import captured_contents
-from tests.support.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps
-from tests.support.tiny_model import Tiny
+from tests.support.faults.planted_faults import step_batches
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps
+from tests.support.runs.tiny_model import Tiny
+from tests.support.storage.snapshots import captured_contents
 
 SIZES = (3, 5, 2, 4, 6, 7)
 TASK = Tiny((SIZES, SIZES), dtype=torch.float32)

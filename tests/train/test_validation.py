@@ -11,7 +11,7 @@ from torch import nn
 
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
-from tests.support.loop_runs import StepCounter, run_loop
+from tests.support.runs.loop_runs import StepCounter, run_loop
 
 
 class ScriptedValidation(Task):

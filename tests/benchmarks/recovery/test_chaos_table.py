@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.recovery.chaos_table import costs, recovery_table, spread, spread_table, time_kept
 from orchestrator.record.files.events import Event
-from tests.support.faults import FiredFault
+from tests.support.faults.fault_schedule import FiredFault
 
 
 def step(number: int, at: float) -> Event:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from orchestrator.data.documents.packed import PackedDocuments
 from orchestrator.errors import UserError
-from tests.support.packed_samples import open_rows, segments_of
-from tests.support.tokenizers import CHATML, EOS, PLAIN_CHATML, chat_tokenizer
+from tests.support.lm.packed_samples import open_rows, segments_of
+from tests.support.lm.tokenizers import CHATML, EOS, PLAIN_CHATML, chat_tokenizer
 
 
 def message(role: str, content: Any, **more: Any) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from orchestrator.data.documents.opening import open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.rows import BadRow, Row
 from orchestrator.errors import UserError
-from tests.support.packed_samples import segments_of, write_rows
-from tests.support.tokenizers import chat_tokenizer
+from tests.support.lm.packed_samples import segments_of, write_rows
+from tests.support.lm.tokenizers import chat_tokenizer
 
 OPTIONS = DocumentOptions(64)
 ROWS = [{"text": f"number {number}"} for number in range(7)]

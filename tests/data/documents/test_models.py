@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from orchestrator.data.documents.packed import NO_LABEL, PackedDocuments
-from tests.support.families import COMMON, Fp32MeansFp64, build
-from tests.support.packed_samples import Segment, open_rows, segments_of
-from tests.support.tokenizers import chat_tokenizer
+from tests.support.lm.families import COMMON, Fp32MeansFp64, build
+from tests.support.lm.packed_samples import Segment, open_rows, segments_of
+from tests.support.lm.tokenizers import chat_tokenizer
 
 VOCABULARY = 31
 """Of the tiny models; tokens are mapped into it."""

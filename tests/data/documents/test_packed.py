@@ -20,7 +20,7 @@ from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.packed import PackedDocuments
 from orchestrator.data.documents.store import StoreWriter, TokenDocument, TokenStore
 from orchestrator.errors import UserError
-from tests.support.packed_samples import segments_of
+from tests.support.lm.packed_samples import segments_of
 
 _names = itertools.count()
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from orchestrator.data.documents.opening import open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.errors import UserError
-from tests.support.packed_samples import Segment, open_rows, segments_of, write_rows
-from tests.support.tokenizers import BOS, EOS, chat_tokenizer
+from tests.support.lm.packed_samples import Segment, open_rows, segments_of, write_rows
+from tests.support.lm.tokenizers import BOS, EOS, chat_tokenizer
 
 EOS_ID = 0
 BOS_ID = 1

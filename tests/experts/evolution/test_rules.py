@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experts.evolution.rules import EvolutionRules, preset_rules
-from tests.support.evolution import (
+from tests.support.moe.evolution import (
     RULES,
 )
 

@@ -16,7 +16,7 @@ from experts.structure import Change
 from experts.surgery.expert_transfer import StateSpec
 from experts.surgery.moments import added, halved
 from experts.surgery.surgery import Surgery, change_layer
-from tests.support.surgery import (
+from tests.support.moe.surgery import (
     Model,
     born,
     carry_out,

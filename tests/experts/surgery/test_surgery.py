@@ -16,7 +16,7 @@ from experts.structure import Change, LayerStructure, changed
 from experts.surgery.expert_transfer import Slot, StateSpec
 from experts.surgery.surgery import Surgery, change_layer, restructure
 from experts.types import Kind
-from tests.support.surgery import (
+from tests.support.moe.surgery import (
     WIDTH,
     Model,
     born,

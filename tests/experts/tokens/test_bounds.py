@@ -14,7 +14,7 @@ from experts.tokens.dispatch import sort_by_slot
 from experts.tokens.received_rows import InvalidRows
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from experts.tokens import exchange as exchange_module
 from experts.tokens.exchange import GroupExchange
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
 
 WIDTH = 6
 

@@ -9,8 +9,9 @@ from functools import cache
 
 import pytest
 
-from tests.support.families import FAMILIES, build
-from tests.support.family_runs import (
+from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.families import FAMILIES, build
+from tests.support.lm.family_runs import (
     FamilyRun,
     differences,
     num_moe_layers,
@@ -20,7 +21,6 @@ from tests.support.family_runs import (
     train_with_moves,
     worst_weight,
 )
-from tests.support.ranks import run_ranks
 
 HOST_COUNTS = (1, 2, 3)
 

@@ -13,15 +13,15 @@ from experts.context import StepContext
 from experts.transformers.registration import use
 from experts.transformers.router_bias import has_router_biases, use_balance_bias
 from orchestrator.train.parts.world import World
-from tests.support.bias_runs import (
+from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.families import BIASED_FAMILIES, FAMILIES, build, tokens
+from tests.support.moe.bias_runs import (
     BiasRun,
     biases_of,
     train_oracle,
     train_with_bias,
     train_with_bias_on_hosts,
 )
-from tests.support.families import BIASED_FAMILIES, FAMILIES, build, tokens
-from tests.support.ranks import run_ranks
 
 
 @cache

@@ -20,8 +20,8 @@ from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_ba
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
-from tests.support.cost_machines import device
-from tests.support.inventories import machine
+from tests.support.fakes.cost_machines import device
+from tests.support.fakes.inventories import machine
 
 GPU = device(products={"bf16": {}, "fp32": {}}, grouped=PiecewiseCurve((32.0, 128.0), (2.0, 1.0)))
 

@@ -22,9 +22,9 @@ from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.precision import autocast
 from orchestrator.train.parts.weight_copies import WeightCopies
 from orchestrator.types import PrecisionName
-from tests.support.inventories import gpu, machine, planned
-from tests.support.live_bytes import LiveBytes
-from tests.support.steppers import make_stepper, run_steps
+from tests.support.fakes.inventories import gpu, machine, planned
+from tests.support.runs.live_bytes import LiveBytes
+from tests.support.runs.steppers import make_stepper, run_steps
 
 SETTINGS: dict[str, Any] = {
     "width": 16,

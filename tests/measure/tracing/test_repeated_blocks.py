@@ -14,7 +14,7 @@ from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task, TensorData
-from tests.support.large_models import CONFIGS, PARAMETERS, LargeModel
+from tests.support.lm.large_models import CONFIGS, PARAMETERS, LargeModel
 
 TINY_QWEN = LargeModel(
     {

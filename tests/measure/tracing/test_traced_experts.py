@@ -15,7 +15,7 @@ from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_ba
 from orchestrator.measure.tracing.traced_experts import even_rows, record_experts
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
-from tests.support.families import build
+from tests.support.lm.families import build
 
 SMALL_MOE: dict[str, Any] = {
     "task": "digits",

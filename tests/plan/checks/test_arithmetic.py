@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.plan.checks import arithmetic
 from orchestrator.plan.checks.probe_types import CheckResult
-from tests.support.probe_checks import assert_fails
+from tests.support.runs.probe_checks import assert_fails
 
 FAULTS: dict[str, tuple[Callable[[], CheckResult], str, str, str]] = {
     "wrong products": (

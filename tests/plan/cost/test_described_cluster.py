@@ -12,7 +12,7 @@ from orchestrator.plan.cost.described_cluster import cluster_of, inventory_of, l
 from orchestrator.plan.cost.scaling import parse_cluster
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan, plan
-from tests.support.large_models import CONFIGS, PARAMETERS, LargeModel
+from tests.support.lm.large_models import CONFIGS, PARAMETERS, LargeModel
 
 TOKENS = 512
 QWEN = "Qwen3-30B-A3B"

@@ -15,7 +15,7 @@ from orchestrator.plan.cost.machine import NO_LINK, Interconnect, Machine, Paral
 from orchestrator.plan.cost.model import PARTS, predict
 from orchestrator.plan.cost.ops import AttentionOp, MessageOp, MicroBatchOps, ProductOp
 from orchestrator.types import StrategyName
-from tests.support.cost_machines import FLOOR_S, FLOPS_PER_S, OPS, device, machine
+from tests.support.fakes.cost_machines import FLOOR_S, FLOPS_PER_S, OPS, device, machine
 
 
 def test_a_step_takes_its_arithmetic_and_its_memory_traffic():

@@ -23,7 +23,7 @@ from orchestrator.plan.cost.scaling import (
     parse_cluster,
     scaling_rows,
 )
-from tests.support.cost_machines import OPS, machine
+from tests.support.fakes.cost_machines import OPS, machine
 
 
 def test_a_cluster_is_parsed():

@@ -12,7 +12,7 @@ from orchestrator.plan.cost.ops import MessageOp, MicroBatchOps
 from orchestrator.plan.cost.traffic import all_reduce_seconds, exchange_seconds, traffic_seconds
 from orchestrator.plan.estimate import ShardingForm
 from orchestrator.types import StrategyName
-from tests.support.cost_machines import OPS, device, machine
+from tests.support.fakes.cost_machines import OPS, device, machine
 
 
 def test_an_all_reduce_runs_within_nodes_and_between_them():

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.errors import ResourceError
 from orchestrator.plan.inventory.cluster import Cluster, Node, chosen_gpus
-from tests.support.inventories import cluster, gpu, machine
+from tests.support.fakes.inventories import cluster, gpu, machine
 
 
 def test_a_machine_is_a_cluster_of_one_node():

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.plan.inventory.hardware import num_visible
 from orchestrator.plan.inventory.nvml import count_visible, gpu_processes, nvml_view
-from tests.support.fake_gpus import OTHER_PID, UUIDS, patch_nvml
+from tests.support.fakes.fake_gpus import OTHER_PID, UUIDS, patch_nvml
 
 
 @pytest.mark.parametrize(

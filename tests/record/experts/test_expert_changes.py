@@ -17,8 +17,8 @@ from orchestrator.record.experts.expert_changes import (
 )
 from orchestrator.record.files.events import Event, by_step
 from orchestrator.record.summary.summary import summarise
-from tests.support.fake_evolution import EVOLVING, EVOLVING_HOSTS, evolving_events
-from tests.support.fake_placements import expert_event, load
+from tests.support.fakes.fake_evolution import EVOLVING, EVOLVING_HOSTS, evolving_events
+from tests.support.fakes.fake_placements import expert_event, load
 
 COUNTS = {"born": 2, "warmed": 1, "merged": 1, "pruned": 1, "moved": 1, "copied": 1, "undone": 1}
 

@@ -8,7 +8,7 @@ from orchestrator.record.experts.host_balance import (
     settled_imbalance,
     token_counts,
 )
-from tests.support.fake_placements import LAYER, expert_event, load, placement_event
+from tests.support.fakes.fake_placements import LAYER, expert_event, load, placement_event
 
 
 def test_over_a_run_the_slowest_times_are_summed() -> None:

@@ -12,7 +12,7 @@ from orchestrator.record.experts.placements import (
     placement_at,
     placement_spans,
 )
-from tests.support.fake_placements import LAYER, expert_event, host, layer, load, placement_event
+from tests.support.fakes.fake_placements import LAYER, expert_event, host, layer, load, placement_event
 
 
 def parsed(*layers: Any, **fields: Any) -> RecordedPlacement:

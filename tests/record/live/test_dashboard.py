@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from orchestrator.record.live.metrics import METRICS
-from tests.support.documents import ROOT
+from tests.support.docs.documents import ROOT
 
 DASHBOARD = ROOT / "cluster" / "grafana" / "dashboard.json"
 SELECTOR = re.compile(r'\{__name__=~"\(ray_\)\?([a-z_]+)", run=~"\$run"\}')

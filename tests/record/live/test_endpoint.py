@@ -12,7 +12,7 @@ import pytest
 from orchestrator.errors import UserError
 from orchestrator.record.live.endpoint import RunMetrics, metrics_endpoint
 from orchestrator.record.live.exposition import CONTENT_TYPE
-from tests.support.fake_events import FakeRun, run_events
+from tests.support.fakes.fake_events import FakeRun, run_events
 
 
 @pytest.fixture

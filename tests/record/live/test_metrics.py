@@ -12,8 +12,8 @@ from orchestrator.record.files.events import Event
 from orchestrator.record.live.exposition import exposition
 from orchestrator.record.live.metrics import METRICS
 from orchestrator.record.live.state import RunState
-from tests.support.fake_events import FakeRun, run_events
-from tests.support.fake_placements import expert_event
+from tests.support.fakes.fake_events import FakeRun, run_events
+from tests.support.fakes.fake_placements import expert_event
 
 HOSTED = FakeRun(experts=7, layers=3, workers=3, hosted=True, gpu=True, recover_at=75)
 UNITS = ("seconds", "bytes", "ratio", "watts", "celsius", "total", "info", "second")

@@ -14,8 +14,8 @@ from orchestrator.record.live.loss_curve import MAX_POINTS, LossCurve
 from orchestrator.record.live.state import MAX_NOTABLE, SILENT_S, RunState
 from orchestrator.record.summary.speed import RECENT_STEPS, speed_of
 from orchestrator.record.summary.summary import summarise
-from tests.support.fake_events import FakeRun, run_events
-from tests.support.fake_placements import expert_event
+from tests.support.fakes.fake_events import FakeRun, run_events
+from tests.support.fakes.fake_placements import expert_event
 
 HOSTED = FakeRun(experts=7, layers=3, workers=3, hosted=True, speeds=(1.0, 0.6), recover_at=75)
 RUNS = {

@@ -13,7 +13,7 @@ from orchestrator.plan.inventory import cpu
 from orchestrator.record.machine.monitor import Monitor, Sample
 from orchestrator.record.machine.nvml import DeviceSample
 from orchestrator.types import GIB
-from tests.support.fake_nvml import fake_nvml
+from tests.support.fakes.fake_nvml import fake_nvml
 
 
 class FakeGpus:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.record.screen.screen import Screen
-from tests.support.screens import END, ESCAPE, EVALUATE, drawn_lines, piped, start, step, terminal
+from tests.support.runs.screens import END, ESCAPE, EVALUATE, drawn_lines, piped, start, step, terminal
 
 
 def test_piped_lines_are_not_wrapped() -> None:

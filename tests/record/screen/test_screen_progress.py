@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.record.screen.screen import Screen, _BarState, _make_bar
-from tests.support.screens import END, ESCAPE, EVALUATE, drawn_lines, piped, start, step, terminal
+from tests.support.runs.screens import END, ESCAPE, EVALUATE, drawn_lines, piped, start, step, terminal
 
 GPUS = {
     "event": "monitor",

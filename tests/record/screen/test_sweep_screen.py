@@ -11,7 +11,7 @@ from rich.console import Console
 from orchestrator.record.files.ledger import TrialRow
 from orchestrator.record.screen.sweep_screen import SweepScreen
 from tests.record.screen.test_sweep_table import render
-from tests.support.fake_sweep import EVIL, HOSTILE, MIXED, write_record
+from tests.support.fakes.fake_sweep import EVIL, HOSTILE, MIXED, write_record
 
 ESCAPE = "\x1b"
 

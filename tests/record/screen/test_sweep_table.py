@@ -15,7 +15,7 @@ from orchestrator.record.screen.sweep_table import (
     live_table,
     seconds_left,
 )
-from tests.support.fake_sweep import MIXED, FakeSweep, trial_row, write_record
+from tests.support.fakes.fake_sweep import MIXED, FakeSweep, trial_row, write_record
 
 
 def render(table: Table, width: int = 120) -> str:

@@ -21,7 +21,7 @@ from orchestrator.record.trackers.tracker_backends import (
     find_factories,
 )
 from orchestrator.record.trackers.trackers import TrackerThread
-from tests.support.fake_tracker import CONFIG, FakeTracker, Points
+from tests.support.fakes.fake_tracker import CONFIG, FakeTracker, Points
 
 
 def read_fake(tracker: Any, run_dir: Path) -> tuple[dict[str, Points], str]:

@@ -13,7 +13,7 @@ from orchestrator.errors import UserError
 from orchestrator.record.files.events import EventLog
 from orchestrator.record.trackers.tracker_backends import Tracker, TrackerFactory
 from orchestrator.record.trackers.trackers import TrackerThread
-from tests.support.fake_tracker import CONFIG, FakeTracker
+from tests.support.fakes.fake_tracker import CONFIG, FakeTracker
 
 
 def step(number: int) -> dict[str, Any]:

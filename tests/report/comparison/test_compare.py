@@ -16,8 +16,8 @@ from orchestrator.report.comparison.losses import loss_agreements
 from orchestrator.report.comparison.runs import MAX_RUNS, read_runs
 from orchestrator.types import GIB
 from tests.report.comparison.helpers import runs_in, write_named
-from tests.support.fake_events import FakeRun
-from tests.support.fake_sweep import write_sweep
+from tests.support.fakes.fake_events import FakeRun
+from tests.support.fakes.fake_sweep import write_sweep
 
 
 def test_equal_runs_are_equal_to_the_bit(tmp_path: Path) -> None:

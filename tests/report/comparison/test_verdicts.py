@@ -15,7 +15,7 @@ from orchestrator.report.comparison.runs import ComparedRun
 from orchestrator.report.comparison.verdicts import Verdict, groups
 from orchestrator.types import bytes_text
 from tests.report.comparison.helpers import runs_in, set_accuracy, write_named
-from tests.support.fake_events import FakeRun
+from tests.support.fakes.fake_events import FakeRun
 
 
 def runs_with(folder: Path, accuracies: dict[float, list[float]], seeds: bool = True) -> list[ComparedRun]:

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.record.experts.expert_graph import GraphExpert, GraphLayer, expert_graphs
 from orchestrator.report.graph.layout import MAX_RADIUS, expert_places, spacing
-from tests.support.fake_evolution import evolving_events
+from tests.support.fakes.fake_evolution import evolving_events
 
 
 def layer_of(*ids: int) -> GraphLayer:

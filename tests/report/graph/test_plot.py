@@ -13,7 +13,7 @@ from orchestrator.record.experts.expert_graph import expert_graphs
 from orchestrator.report.draw.mpl import COLORS, png
 from orchestrator.report.graph.plot import graph_figure
 from orchestrator.report.graph.view import GraphView, graph_views
-from tests.support.fake_evolution import EVOLVING_HOSTS, evolving_events
+from tests.support.fakes.fake_evolution import EVOLVING_HOSTS, evolving_events
 
 
 def views() -> list[GraphView]:

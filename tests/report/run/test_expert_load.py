@@ -9,9 +9,9 @@ from orchestrator.report.run.expert_load import (
     idlest_layer,
     layer_loads,
 )
-from tests.support.fake_events import FakeRun
-from tests.support.fake_evolution import evolving_record
-from tests.support.fake_run import events_record, run_record
+from tests.support.fakes.fake_events import FakeRun
+from tests.support.fakes.fake_evolution import evolving_record
+from tests.support.fakes.fake_run import events_record, run_record
 
 
 def loads_of(tmp_path, *loads):

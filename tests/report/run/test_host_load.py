@@ -15,9 +15,9 @@ from orchestrator.report.run.host_load import (
     slowest_text,
     steps_text,
 )
-from tests.support.fake_events import FakeRun, placement
-from tests.support.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_events, evolving_record
-from tests.support.fake_run import events_record, run_record
+from tests.support.fakes.fake_events import FakeRun, placement
+from tests.support.fakes.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_events, evolving_record
+from tests.support.fakes.fake_run import events_record, run_record
 
 HOSTED = FakeRun(hosted=True, workers=3, experts=5, layers=2)
 PLACED = {"event": "placement"} | placement(FakeRun(experts=2, layers=1, sizes=(10, 20)), 2)

@@ -6,9 +6,9 @@ import pytest
 
 from orchestrator.report.run.host_plot import hosts_figure
 from orchestrator.report.run.plots import draw_all
-from tests.support.fake_events import FakeRun, run_events
-from tests.support.fake_evolution import EVOLVING_HOSTS, evolving_record
-from tests.support.fake_run import events_record, run_record
+from tests.support.fakes.fake_events import FakeRun, run_events
+from tests.support.fakes.fake_evolution import EVOLVING_HOSTS, evolving_record
+from tests.support.fakes.fake_run import events_record, run_record
 
 RUNS = {
     "few": FakeRun(hosted=True, workers=3, experts=5, layers=2),

@@ -14,8 +14,8 @@ from orchestrator.report.run.panels import (
     smooth,
     training_panels,
 )
-from tests.support.fake_events import FakeRun, run_events
-from tests.support.fake_run import events_record, run_record
+from tests.support.fakes.fake_events import FakeRun, run_events
+from tests.support.fakes.fake_run import events_record, run_record
 
 SERIES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=3000)
 

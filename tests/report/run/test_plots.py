@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from orchestrator.report.run.plots import draw_all, experts_figure, training_figure
-from tests.support.fake_events import FakeRun, run_events
-from tests.support.fake_evolution import evolving_record
-from tests.support.fake_run import events_record, run_record, write_run
+from tests.support.fakes.fake_events import FakeRun, run_events
+from tests.support.fakes.fake_evolution import evolving_record
+from tests.support.fakes.fake_run import events_record, run_record, write_run
 
 RUNS = {
     "dense": FakeRun(),

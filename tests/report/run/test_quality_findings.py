@@ -14,7 +14,7 @@ from orchestrator.report.run.quality_findings import overfitting_finding
 from orchestrator.report.run.read import RunRecord
 from orchestrator.report.run.sections import verdict_boxes
 from orchestrator.report.run.text import performance_summary
-from tests.support.fake_run import events_record
+from tests.support.fakes.fake_run import events_record
 
 STEPS_PER_EPOCH = 10
 FALLING = [1.0 / (epoch + 1) for epoch in range(10)]

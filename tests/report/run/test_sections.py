@@ -4,8 +4,8 @@ import pytest
 
 from orchestrator.report.run import sections
 from orchestrator.report.run.read import read_run_record
-from tests.support.fake_events import FakeRun
-from tests.support.fake_run import events_record, run_record, write_events
+from tests.support.fakes.fake_events import FakeRun
+from tests.support.fakes.fake_run import events_record, run_record, write_events
 
 
 def record_of(tmp_path, **fields):

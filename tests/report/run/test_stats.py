@@ -7,8 +7,8 @@ import pytest
 from orchestrator.report.run import stats
 from orchestrator.report.run.read import read_run_record
 from orchestrator.types import GIB
-from tests.support.fake_events import FakeRun, run_events
-from tests.support.fake_run import events_record, run_record, write_events, write_run
+from tests.support.fakes.fake_events import FakeRun, run_events
+from tests.support.fakes.fake_run import events_record, run_record, write_events, write_run
 
 
 def record_of(tmp_path, run=None, **fields):

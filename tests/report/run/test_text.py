@@ -3,9 +3,9 @@
 import pytest
 
 from orchestrator.report.run.text import WIDTH, performance_summary
-from tests.support.fake_events import PHASES_PARALLEL, FakeRun, run_events
-from tests.support.fake_evolution import evolving_record
-from tests.support.fake_run import events_record, run_record
+from tests.support.fakes.fake_events import PHASES_PARALLEL, FakeRun, run_events
+from tests.support.fakes.fake_evolution import evolving_record
+from tests.support.fakes.fake_run import events_record, run_record
 
 RUNS = {
     "dense": FakeRun(),

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.sweep.csv_files import scaling_csv, sweep_csv
-from tests.support.fake_sweep import (
+from tests.support.fakes.fake_sweep import (
     EXPERTS,
     HOSTILE,
     MIXED,

@@ -18,7 +18,7 @@ from orchestrator.report.sweep.facts import (
 )
 from orchestrator.report.sweep.markdown import scaling_md
 from orchestrator.report.sweep.page import sweep_page
-from tests.support.fake_sweep import EVIL, HOSTILE, MIXED, SINGLE, FakeSweep, write_record
+from tests.support.fakes.fake_sweep import EVIL, HOSTILE, MIXED, SINGLE, FakeSweep, write_record
 
 
 def test_the_command_trains_with_the_trial(tmp_path) -> None:

@@ -12,7 +12,15 @@ from orchestrator.errors import UserError
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.frames import read_sweep, scaling_frame, trial_frame
 from orchestrator.types import GIB
-from tests.support.fake_sweep import EXPERTS, MIXED, NOTHING, SWEEPS, FakeSweep, write_record, write_sweep
+from tests.support.fakes.fake_sweep import (
+    EXPERTS,
+    MIXED,
+    NOTHING,
+    SWEEPS,
+    FakeSweep,
+    write_record,
+    write_sweep,
+)
 
 
 def add_lines(folder: Path, *trials: dict[str, Any]) -> None:

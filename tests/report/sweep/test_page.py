@@ -11,7 +11,7 @@ from orchestrator.errors import UserError
 from orchestrator.report.draw.theme import JS
 from orchestrator.report.sweep.page import draw_sweep, sweep_page
 from tests.report.run.test_page import checked
-from tests.support.fake_sweep import (
+from tests.support.fakes.fake_sweep import (
     EXPERTS,
     HOSTILE,
     MIXED,

@@ -11,7 +11,7 @@ from orchestrator.report.sweep.plots import (
     scaling_figure,
     shown_series,
 )
-from tests.support.fake_sweep import EXPERTS, HOSTILE, ONE, SWEEPS, random_points, write_record
+from tests.support.fakes.fake_sweep import EXPERTS, HOSTILE, ONE, SWEEPS, random_points, write_record
 
 FILES = {
     "mixed": ["scaling.png", "heatmap.png", "parallel_coordinates.png"],

@@ -19,7 +19,7 @@ from orchestrator.report.sweep.scaling import (
 )
 from orchestrator.report.sweep.scaling_text import scaling_texts
 from tests.report.sweep.test_trials import sweep, trial
-from tests.support.fake_sweep import EXPERTS, MIXED, NOTHING, SINGLE, STRONG, write_record
+from tests.support.fakes.fake_sweep import EXPERTS, MIXED, NOTHING, SINGLE, STRONG, write_record
 
 
 def compared(*rows: TrialRow) -> Frame:

@@ -14,8 +14,8 @@ from orchestrator.record.files.events import Event
 from orchestrator.record.live.state import RunState
 from orchestrator.report.watch.frame import Size, frame
 from orchestrator.report.watch.glyphs import bar, curve, plain
-from tests.support.fake_events import START_TIME, FakeRun, run_events
-from tests.support.fake_placements import expert_event
+from tests.support.fakes.fake_events import START_TIME, FakeRun, run_events
+from tests.support.fakes.fake_placements import expert_event
 
 FRAMES = Path(__file__).parent / "frames"
 HOSTED = FakeRun(

@@ -16,9 +16,9 @@ from orchestrator.record.files.events import DriverLog, Event, EventLog, encode_
 from orchestrator.report.watch import watching
 from orchestrator.report.watch.watching import Watch, show_once, show_until_end
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from tests.support.fake_events import START_TIME, FakeRun, run_events
-from tests.support.fake_run import write_events, write_run
-from tests.support.fake_sweep import write_sweep
+from tests.support.fakes.fake_events import START_TIME, FakeRun, run_events
+from tests.support.fakes.fake_run import write_events, write_run
+from tests.support.fakes.fake_sweep import write_sweep
 
 ESCAPE = "\x1b"
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from orchestrator.record.files.events import of_kind, read_events
-from tests.support.cli_runs import finish_run, kill_worker, start_run, wait_for_steps
-from tests.support.cluster import RayCluster
+from tests.support.hosts.cluster import RayCluster
+from tests.support.runs.cli_runs import finish_run, kill_worker, start_run, wait_for_steps
 
 
 def idle_processes(cluster: RayCluster) -> set[int]:

@@ -12,8 +12,8 @@ from orchestrator.record.live.metrics import METRICS
 from orchestrator.record.live.state import RunState
 from orchestrator.runtime.cluster import ray_metrics
 from orchestrator.runtime.cluster.ray_metrics import RayMetrics
-from tests.support.cluster import RayCluster, connected
-from tests.support.fake_events import FakeRun, run_events
+from tests.support.fakes.fake_events import FakeRun, run_events
+from tests.support.hosts.cluster import RayCluster, connected
 
 WAIT_S = 60.0
 """Ray exports every ten seconds."""

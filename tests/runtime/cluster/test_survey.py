@@ -10,7 +10,7 @@ import pytest
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.runtime.cluster import survey as module
 from orchestrator.types import GIB
-from tests.support.inventories import gpu, machine
+from tests.support.fakes.inventories import gpu, machine
 
 DRIVER = machine(ram_free=500 * GIB)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.record.files.events import by_step, of_kind, read_events
-from tests.support.cli_runs import (
+from tests.support.hosts.cluster import RAY, RayCluster, local_cluster
+from tests.support.runs.cli_runs import (
     command,
     complete,
     complete_run,
@@ -28,7 +29,6 @@ from tests.support.cli_runs import (
     steps_recorded,
     wait_for_steps,
 )
-from tests.support.cluster import RAY, RayCluster, local_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

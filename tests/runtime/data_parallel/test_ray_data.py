@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset
 
 from orchestrator import Config, Trainer
 from orchestrator.record.files.events import by_step, read_events
-from tests.support.cli_runs import enter_folder
-from tests.support.cluster import RayCluster
-from tests.support.ranks import run_ranks
+from tests.support.hosts.cluster import RayCluster
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.cli_runs import enter_folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 ROWS = 70

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.record.files.events import of_kind
-from tests.support.cli_runs import complete_run, losses
-from tests.support.cluster import RayCluster
-from tests.support.faults import FaultFolder, FaultSchedule
-from tests.support.streamed_runs import GLOBAL_BATCH, check_streamed, streamed_flags
+from tests.support.faults.fault_schedule import FaultFolder, FaultSchedule
+from tests.support.hosts.cluster import RayCluster
+from tests.support.runs.cli_runs import complete_run, losses
+from tests.support.runs.streamed_runs import GLOBAL_BATCH, check_streamed, streamed_flags
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 ALONE_STEPS = 7

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.record.files.events import of_kind, read_events
-from tests.support.cli_runs import finish_run, kill_worker, read_summary, start_run, wait_for_steps
-from tests.support.cluster import RayCluster
+from tests.support.hosts.cluster import RayCluster
+from tests.support.runs.cli_runs import finish_run, kill_worker, read_summary, start_run, wait_for_steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 CALLBACK = """

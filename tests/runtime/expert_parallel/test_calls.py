@@ -10,8 +10,8 @@ import ray
 from orchestrator.runtime.expert_parallel.calls import GroupCalls
 from orchestrator.runtime.failures import cause_of
 from orchestrator.runtime.recovery import Failure
-from tests.support.cluster import RayCluster, connected
-from tests.support.idle_hosts import IdlePool, idle_pool, is_dead, kill_and_wait, wait_until
+from tests.support.hosts.cluster import RayCluster, connected
+from tests.support.hosts.idle_hosts import IdlePool, idle_pool, is_dead, kill_and_wait, wait_until
 
 pytestmark = [pytest.mark.ray]
 

@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.record.files.events import of_kind, read_events
-from tests.support.chaos_runs import SAMPLES, FinishedRun, Job, run_with_faults
-from tests.support.cli_runs import read_summary
-from tests.support.cluster import RayCluster, local_cluster
-from tests.support.faults import FaultFolder, FaultSchedule, Phase, random_kills
-from tests.support.run_checks import (
+from tests.support.faults.chaos_runs import SAMPLES, FinishedRun, Job, run_with_faults
+from tests.support.faults.fault_schedule import FaultFolder, FaultSchedule, Phase, random_kills
+from tests.support.faults.run_checks import (
     check_losses,
     check_run,
     check_sample_counts,
@@ -26,6 +24,8 @@ from tests.support.run_checks import (
     leftovers_in_cluster,
     recoveries,
 )
+from tests.support.hosts.cluster import RayCluster, local_cluster
+from tests.support.runs.cli_runs import read_summary
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 STEPS = 90

@@ -17,11 +17,17 @@ from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.restore import restore_model
 from orchestrator.train.worker.run_settings import read_run_settings
-from tests.support.chaos_runs import FinishedRun, Job, run_with_faults
-from tests.support.cluster import RayCluster
-from tests.support.faults import FaultSchedule
-from tests.support.language_models import save_sums, save_tiny_model
-from tests.support.run_checks import check_losses, check_steps, check_weights, newest_checkpoint, recoveries
+from tests.support.faults.chaos_runs import FinishedRun, Job, run_with_faults
+from tests.support.faults.fault_schedule import FaultSchedule
+from tests.support.faults.run_checks import (
+    check_losses,
+    check_steps,
+    check_weights,
+    newest_checkpoint,
+    recoveries,
+)
+from tests.support.hosts.cluster import RayCluster
+from tests.support.lm.language_models import save_sums, save_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 STEPS = 40

@@ -18,7 +18,7 @@ from orchestrator.runtime.expert_parallel.states import (
 )
 from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing
 from orchestrator.types import Choice, Rejected
-from tests.support.fake_hosts import FakeRun, MakeRun, fake_runs
+from tests.support.fakes.fake_hosts import FakeRun, MakeRun, fake_runs
 
 CONNECTION_CLOSED = RuntimeError("gloo/ connection closed by peer")
 

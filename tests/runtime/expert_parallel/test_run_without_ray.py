@@ -19,7 +19,7 @@ from orchestrator.runtime.expert_parallel.states import (
     WaitingForHosts,
 )
 from orchestrator.runtime.expert_parallel.stuck import HostHealth
-from tests.support.fake_hosts import MakeRun, fake_runs
+from tests.support.fakes.fake_hosts import MakeRun, fake_runs
 
 CONNECTION_CLOSED = RuntimeError("gloo/ connection closed by peer")
 

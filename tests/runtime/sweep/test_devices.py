@@ -12,7 +12,7 @@ from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.sweep.devices import SweepDevices, check_feasible
-from tests.support.inventories import gpu, machine
+from tests.support.fakes.inventories import gpu, machine
 
 
 def single_node(cpus: int, cores: int, joined: bool = False) -> Cluster:

@@ -22,8 +22,8 @@ from orchestrator.errors import UserError
 from orchestrator.record.files.ledger import LEDGER, Ledger, TrialRow, holds_sweep, read_sweep_record
 from orchestrator.runtime.sweep.run import make_source, trial_error
 from orchestrator.trainer import Trainer
-from tests.support.cli_runs import complete, finish_run, living_actors, read_summary
-from tests.support.cluster import RayCluster
+from tests.support.hosts.cluster import RayCluster
+from tests.support.runs.cli_runs import complete, finish_run, living_actors, read_summary
 
 SIZES = ("--width", "16", "--expert-hidden-size", "8", "--experts", "3", "--layers", "1")
 

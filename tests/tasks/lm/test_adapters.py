@@ -20,8 +20,8 @@ from orchestrator.plan.reasons import trained_text
 from orchestrator.tasks.lm.adapters import lora_options
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.train.checkpoint.state import model_tensors
-from tests.support.language_models import FilledLanguageModel, lm_config
-from tests.support.steppers import make_stepper, mean_loss, run_steps
+from tests.support.lm.language_models import FilledLanguageModel, lm_config
+from tests.support.runs.steppers import make_stepper, mean_loss, run_steps
 
 
 @pytest.fixture(scope="module")

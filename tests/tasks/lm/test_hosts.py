@@ -8,9 +8,9 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.train.parts.world import World
 from orchestrator.trainer import Trainer
-from tests.support.language_models import lm_config
-from tests.support.lm_runs import train_lm, train_lm_on_host
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.language_models import lm_config
+from tests.support.lm.lm_runs import train_lm, train_lm_on_host
 
 
 @pytest.fixture(scope="module")

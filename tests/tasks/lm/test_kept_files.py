@@ -20,8 +20,8 @@ from orchestrator.tasks.lm.model_folder import KEPT, copy_small_files, keep_smal
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.train.worker.run_dir import check_links
 from orchestrator.trainer import Trainer
-from tests.support.cli_runs import losses
-from tests.support.language_models import lm_config
+from tests.support.lm.language_models import lm_config
+from tests.support.runs.cli_runs import losses
 
 STEPS = 4
 

@@ -17,10 +17,10 @@ from orchestrator.tasks.lm.output_layer import call_with_labels
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.token_loss import NO_LABEL, LogitTransform
-from tests.support.families import COMMON, Fp32MeansFp64, build
-from tests.support.language_models import DoubleLanguageModel, lm_config
-from tests.support.live_bytes import LiveBytes
-from tests.support.output_losses import chunks
+from tests.support.lm.families import COMMON, Fp32MeansFp64, build
+from tests.support.lm.language_models import DoubleLanguageModel, lm_config
+from tests.support.lm.output_losses import chunks
+from tests.support.runs.live_bytes import LiveBytes
 
 SIZES: dict[str, Any] = {
     **COMMON,

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.train.parts.world import World
-from tests.support.families import FAMILIES
-from tests.support.output_losses import Case, assert_equal, train_both, train_both_on_host
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.families import FAMILIES
+from tests.support.lm.output_losses import Case, assert_equal, train_both, train_both_on_host
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,9 +14,9 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.trainer import Trainer
-from tests.support.bias_runs import biases_of, move_each, recorded_choices
-from tests.support.language_models import EXPERTS, DoubleLanguageModel, lm_config, save_tiny_glm
-from tests.support.steppers import make_stepper, mean_loss, run_steps
+from tests.support.lm.language_models import EXPERTS, DoubleLanguageModel, lm_config, save_tiny_glm
+from tests.support.moe.bias_runs import biases_of, move_each, recorded_choices
+from tests.support.runs.steppers import make_stepper, mean_loss, run_steps
 
 GLOBAL_BATCH = 8
 """Norms and routers of ``transformers`` compute in fp32 in a model of fp64: equal to about 1e-7."""

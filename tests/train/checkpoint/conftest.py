@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.train.checkpoint.files import Contents
-from tests.support.snapshots import HOST_OF, TASK, HostSnapshots, take_snapshots
+from tests.support.storage.snapshots import HOST_OF, TASK, HostSnapshots, take_snapshots
 
 
 @pytest.fixture(scope="session")

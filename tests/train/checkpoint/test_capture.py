@@ -10,7 +10,7 @@ from orchestrator.train.checkpoint.capture import StateTensor, _assign_writers, 
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.parts.world import World
-from tests.support.save_hosts import CPU, make_state
+from tests.support.hosts.save_hosts import CPU, make_state
 
 
 @given(st.lists(st.integers(0, 200), max_size=30), st.integers(1, 9))

@@ -15,9 +15,9 @@ import pytest
 
 from orchestrator.train.checkpoint.files import load, step_name
 from orchestrator.train.checkpoint.store import CheckpointStore
-from tests.support.checkpoints import save_checkpoint
-from tests.support.crash_injection import Crash, CrashRunner, CrashSeries
-from tests.support.save_scripts import (
+from tests.support.faults.crash_injection import Crash, CrashRunner, CrashSeries
+from tests.support.storage.checkpoints import save_checkpoint
+from tests.support.storage.save_scripts import (
     KEEP,
     SCRIPTS,
     SaveScript,
@@ -25,8 +25,8 @@ from tests.support.save_scripts import (
     contents,
     save_number,
 )
-from tests.support.strict_disk import StrictDisk
-from tests.support.traced_disk import DiskFault, Operation
+from tests.support.storage.strict_disk import StrictDisk
+from tests.support.storage.traced_disk import DiskFault, Operation
 
 BY_NAME = {script.name: script for script in SCRIPTS}
 NEXT_STEP = 90

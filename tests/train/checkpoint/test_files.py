@@ -10,7 +10,7 @@ import pytest
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.store import CheckpointStore
-from tests.support.checkpoints import save_checkpoint, small_contents
+from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 
 @pytest.fixture

@@ -21,12 +21,12 @@ from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
-from tests.support.family_runs import CPU, GLOBAL_BATCH, placement
-from tests.support.lora_runs import LoraTask
-from tests.support.planted_faults import by_expert, step_batches
-from tests.support.ranks import run_ranks
-from tests.support.snapshots import CopyingSink, HostSnapshot, merge_all
-from tests.support.steppers import make_stepper, mean_loss
+from tests.support.faults.planted_faults import by_expert, step_batches
+from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.family_runs import CPU, GLOBAL_BATCH, placement
+from tests.support.lm.lora_runs import LoraTask
+from tests.support.runs.steppers import make_stepper, mean_loss
+from tests.support.storage.snapshots import CopyingSink, HostSnapshot, merge_all
 
 NAME = "GPT-OSS"
 BASE = "fingerprint"

@@ -18,8 +18,8 @@ from experts.membership import GroupLeft
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.store import CheckpointStore
-from tests.support.save_hosts import SaveHost, make_hosts, run_hosts, save_steps
-from tests.support.snapshots import assert_same_contents, captured_contents
+from tests.support.hosts.save_hosts import SaveHost, make_hosts, run_hosts, save_steps
+from tests.support.storage.snapshots import assert_same_contents, captured_contents
 
 OPERATIONS = ("mkdir", "rename", "fsync", "rmdir", "unlink", "open", "write")
 

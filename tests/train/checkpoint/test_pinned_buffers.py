@@ -16,7 +16,7 @@ from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
-from tests.support.snapshots import CPU, CopyingSink
+from tests.support.storage.snapshots import CPU, CopyingSink
 
 GPU = torch.device("cuda", 0)
 TENSOR_BYTES = 4 * 1600 + 3 * 64  # 40 × 40 weights, and a bias of 160 bytes in aligned places

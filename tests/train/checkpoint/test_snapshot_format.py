@@ -15,8 +15,10 @@ from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.optim import ScheduledOptimizer
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
-from tests.support.ranks import run_ranks
-from tests.support.snapshots import (
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import make_stepper, run_steps
+from tests.support.runs.tiny_model import Tiny
+from tests.support.storage.snapshots import (
     CPU,
     GENERATION,
     HOST_OF,
@@ -33,8 +35,6 @@ from tests.support.snapshots import (
     state_of,
     take_snapshots,
 )
-from tests.support.steppers import make_stepper, run_steps
-from tests.support.tiny_model import Tiny
 
 NONE_ON_LAST_HOST = ((0, 1, 1, 0, 1, 0, 1), (1, 1, 0, 1, 0, 0, 1))
 

@@ -22,8 +22,9 @@ from orchestrator.train.parts.named_optimizers import build_named_optimizer
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
-from tests.support.ranks import run_ranks
-from tests.support.snapshots import (
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import make_stepper, mean_loss, run_steps
+from tests.support.storage.snapshots import (
     CPU,
     PROGRESS,
     TASK,
@@ -36,7 +37,6 @@ from tests.support.snapshots import (
     seed_generators,
     state_of,
 )
-from tests.support.steppers import make_stepper, mean_loss, run_steps
 
 
 def untrained_state() -> TrainState:

@@ -10,7 +10,7 @@ from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotRef
 from orchestrator.train.checkpoint.snapshot_format import SnapshotHeader
 from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing, hosts_to_read
 from orchestrator.train.checkpoint.state import TrainState
-from tests.support.many_hosts import ManyHosts
+from tests.support.hosts.many_hosts import ManyHosts
 
 
 def header(rank: int, *experts: int) -> SnapshotHeader:

@@ -28,7 +28,7 @@ from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import open_store
 from orchestrator.train.parts.world import World
-from tests.support.snapshots import CPU, CopyingSink, HostSnapshot, dense_part, merge_all
+from tests.support.storage.snapshots import CPU, CopyingSink, HostSnapshot, dense_part, merge_all
 
 
 class AddressRecorder(Outbox):

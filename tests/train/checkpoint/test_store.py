@@ -14,7 +14,7 @@ import torch
 
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.store import CheckpointStore
-from tests.support.checkpoints import DAMAGE_KINDS, damage, save_checkpoint, small_contents
+from tests.support.storage.checkpoints import DAMAGE_KINDS, damage, save_checkpoint, small_contents
 
 OPERATIONS = ("mkdir", "rename", "fsync", "rmdir", "unlink", "open")
 

@@ -17,9 +17,9 @@ from orchestrator.train.evaluation.generation import find_prompts, generate
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.base import Strategy
-from tests.support.language_models import DoubleLanguageModel, lm_config
-from tests.support.lm_runs import train_lm, train_lm_on_host
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.language_models import DoubleLanguageModel, lm_config
+from tests.support.lm.lm_runs import train_lm, train_lm_on_host
 from tests.test_evaluations import Splits
 
 PROMPTS = ("what is the sum of 1 and 2?", "hello")

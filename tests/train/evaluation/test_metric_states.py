@@ -22,7 +22,7 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.trainer import Trainer
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -19,9 +19,9 @@ from orchestrator.train.parts.world import process_group_world
 from orchestrator.train.worker import build_evolution
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
-from tests.support.loop_runs import losses_in
-from tests.support.ranks import run_ranks
-from tests.support.tiny_model import Tiny
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.loop_runs import losses_in
+from tests.support.runs.tiny_model import Tiny
 
 STEPS = 100
 HOSTS = (2, 3)

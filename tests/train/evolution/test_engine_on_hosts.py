@@ -11,10 +11,10 @@ import torch
 
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from tests.support.evolving import random_script, train_evolving
-from tests.support.planted_faults import merge_hosts
-from tests.support.ranks import run_ranks
-from tests.support.tiny_model import Tiny
+from tests.support.faults.planted_faults import merge_hosts
+from tests.support.hosts.ranks import run_ranks
+from tests.support.moe.evolving import random_script, train_evolving
+from tests.support.runs.tiny_model import Tiny
 
 CPU = torch.device("cpu")
 STEPS = 14

@@ -16,10 +16,10 @@ from orchestrator.train.evolution.execution import Execution
 from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
-from tests.support.evolving import ListLog, ScriptedPolicy
-from tests.support.ranks import run_ranks
-from tests.support.steppers import make_stepper
-from tests.support.tiny_model import Tiny
+from tests.support.hosts.ranks import run_ranks
+from tests.support.moe.evolving import ListLog, ScriptedPolicy
+from tests.support.runs.steppers import make_stepper
+from tests.support.runs.tiny_model import Tiny
 
 TASK = Tiny(((4, 4, 4),), samples=12)
 BIRTH = Change("born", 0, (3,), "", (0,), ((1,),), 4, warmup_steps=2)

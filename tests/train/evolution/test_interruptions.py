@@ -13,16 +13,16 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.train.parts.world import World
-from tests.support.evolving import random_script, train_evolving
-from tests.support.interrupted import (
+from tests.support.faults.interrupted import (
     Interruption,
     Segment,
     SegmentResult,
     plan_segments,
     run_interrupted,
 )
-from tests.support.planted_faults import merge_hosts
-from tests.support.tiny_model import Tiny
+from tests.support.faults.planted_faults import merge_hosts
+from tests.support.moe.evolving import random_script, train_evolving
+from tests.support.runs.tiny_model import Tiny
 
 STEPS = 8
 SAMPLES = 26  # two whole batches and a short one

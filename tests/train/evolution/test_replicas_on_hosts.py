@@ -20,9 +20,9 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
-from tests.support.loop_runs import losses_in
-from tests.support.ranks import run_ranks
-from tests.support.tiny_model import Tiny
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.loop_runs import losses_in
+from tests.support.runs.tiny_model import Tiny
 
 CPU = torch.device("cpu")
 STEPS = 10

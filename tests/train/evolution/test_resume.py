@@ -24,8 +24,8 @@ from orchestrator.train.worker.resume import experts_to_show
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
 from orchestrator.training_run import TrainingRun
-from tests.support.loop_runs import SMALL, losses_in
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.loop_runs import SMALL, losses_in
 
 STEPS = 170
 EVOLVING: dict[str, Any] = SMALL | {

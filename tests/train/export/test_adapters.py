@@ -20,13 +20,13 @@ from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.export.adapters import AdaptedModel, export_adapters, export_merged
 from orchestrator.train.export.weights import ExportForm
-from tests.support.checkpoints import save_checkpoint
-from tests.support.families import FAMILIES, tokens
-from tests.support.family_saves import checkpoint_of, save_families, save_model_folder
-from tests.support.language_models import save_tiny_model
-from tests.support.lora_runs import OPTIONS
-from tests.support.model_files import tensor_names
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.families import FAMILIES, tokens
+from tests.support.lm.family_saves import checkpoint_of, save_families, save_model_folder
+from tests.support.lm.language_models import save_tiny_model
+from tests.support.lm.lora_runs import OPTIONS
+from tests.support.storage.checkpoints import save_checkpoint
+from tests.support.storage.model_files import tensor_names
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,9 @@ from orchestrator.train.checkpoint.weight_source import CheckpointWeights
 from orchestrator.train.export import folder as export_folder
 from orchestrator.train.export.weights import ExportForm, export_checkpoint
 from orchestrator.train.parts.world import World
-from tests.support.bias_runs import biases_of
-from tests.support.checkpoints import save_checkpoint
-from tests.support.families import BIASED_FAMILIES, FAMILIES, build, in_their_names, tokens
-from tests.support.family_saves import (
+from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.families import BIASED_FAMILIES, FAMILIES, build, in_their_names, tokens
+from tests.support.lm.family_saves import (
     BIAS_RATE,
     balanced_task,
     checkpoint_of,
@@ -34,8 +33,9 @@ from tests.support.family_saves import (
     save_model_folder,
     save_trained,
 )
-from tests.support.model_files import tensor_names
-from tests.support.ranks import run_ranks
+from tests.support.moe.bias_runs import biases_of
+from tests.support.storage.checkpoints import save_checkpoint
+from tests.support.storage.model_files import tensor_names
 
 
 @pytest.fixture(scope="module")

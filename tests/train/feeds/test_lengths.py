@@ -18,7 +18,7 @@ from orchestrator.train.loop import Loop
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
 from orchestrator.train.worker.build import WorkerContext, build_training
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

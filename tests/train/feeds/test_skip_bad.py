@@ -22,8 +22,8 @@ from orchestrator.train.loop import Loop
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.build import WorkerContext, build_training
-from tests.support.blob_trainers import blobs, settings, trainer
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.blob_trainers import blobs, settings, trainer
 from tests.train.feeds.test_stream import CPU, Lonely, samples_of
 
 BAD_ROWS = {0, 3, 8, 9, 10, 11, 31}

@@ -19,9 +19,9 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
-from tests.support.loop_runs import losses_in
-from tests.support.ranks import run_ranks
-from tests.support.streamed_task import write_digits
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.loop_runs import losses_in
+from tests.support.runs.streamed_task import write_digits
 
 CPU = torch.device("cpu")
 ROWS = 70

@@ -21,8 +21,8 @@ from orchestrator.train.parts.weight_average import WeightAverage
 from orchestrator.train.parts.weight_copies import WeightCopies
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
-from tests.support.ranks import run_ranks
-from tests.support.steppers import make_stepper, run_steps
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import make_stepper, run_steps
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {

@@ -24,9 +24,9 @@ from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
-from tests.support.ranks import run_ranks
-from tests.support.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps
-from tests.support.tiny_model import HostCase, Tiny
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps
+from tests.support.runs.tiny_model import HostCase, Tiny
 
 SIZES = (3, 9, 3, 5, 9, 2, 4)
 HOST_OF = ((0, 1, 1, 0, 1, 0, 1), (1, 1, 0, 1, 0, 0, 1))

@@ -22,8 +22,8 @@ from orchestrator.train.parts.weight_copies import WeightCopies
 from orchestrator.train.parts.world import World
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build_model import build_parts
-from tests.support.inventories import gpu, machine, model
-from tests.support.steppers import make_stepper, mean_loss, run_steps, weights
+from tests.support.fakes.inventories import gpu, machine, model
+from tests.support.runs.steppers import make_stepper, mean_loss, run_steps, weights
 
 SETTINGS = {"width": 16, "layers": 2, "sequence_length": 8, "vocabulary": 16, "samples": 64}
 STEPS = 4

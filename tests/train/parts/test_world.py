@@ -19,7 +19,7 @@ from experts.membership import GroupLeft, GroupMembership
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world, recoverable_world
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
-from tests.support.checkpoints import save_checkpoint, small_contents
+from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 
 class KilledAt:

@@ -23,7 +23,7 @@ from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote import mirror, retry
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.mirror import Mirror
-from tests.support.checkpoints import save_checkpoint, small_contents
+from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 WAIT_S = 60.0
 

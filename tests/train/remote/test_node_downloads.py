@@ -14,7 +14,7 @@ from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.remote import retry
 from orchestrator.train.remote.node_store import NodeStore
-from tests.support.checkpoints import remote_run_with_checkpoints
+from tests.support.storage.checkpoints import remote_run_with_checkpoints
 
 _WAIT_S = 60.0
 NAMES = ("step_00000020", "step_00000040")

@@ -22,7 +22,7 @@ from orchestrator.train.remote.remote_start import RemoteStart, downloaded_start
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import check_start_checkpoint, find_candidates
 from orchestrator.train.worker.run_dir import given_location
-from tests.support.checkpoints import save_checkpoint, small_contents
+from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 NAME = "step_00000040"
 

@@ -17,7 +17,7 @@ from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.remote_start import downloaded_start, remote_start
-from tests.support.checkpoints import remote_run_with_checkpoints
+from tests.support.storage.checkpoints import remote_run_with_checkpoints
 
 
 @pytest.fixture

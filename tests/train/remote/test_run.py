@@ -17,7 +17,7 @@ from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote import retry
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.run import RemoteRun
-from tests.support.checkpoints import save_checkpoint, small_contents
+from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 
 class KeptLog(SilentLog):

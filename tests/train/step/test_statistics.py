@@ -10,9 +10,9 @@ import torch
 from experts.balance import moe_layers
 from experts.statistics import ExpertStatistics
 from orchestrator.tasks.task import Loss
-from tests.support.planted_faults import step_batches
-from tests.support.steppers import make_stepper
-from tests.support.tiny_model import Tiny
+from tests.support.faults.planted_faults import step_batches
+from tests.support.runs.steppers import make_stepper
+from tests.support.runs.tiny_model import Tiny
 
 
 class FailsOnce(Tiny):

@@ -15,7 +15,7 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.step.pending import PendingStep, fetch_figures
 from orchestrator.train.step.totals import Totals, TotalsReducer
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
 
 
 def make_loss(scale: int = 1, count: Any = 4) -> Loss:

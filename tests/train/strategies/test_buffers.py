@@ -18,8 +18,8 @@ from orchestrator.train.strategies.buffers import (
 )
 from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
-from tests.support.ranks import run_ranks
-from tests.support.tiny_model import Tiny
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.tiny_model import Tiny
 
 
 def make_model() -> nn.Module:

@@ -19,8 +19,8 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.strategies.buffers import no_buffers, running_statistics
 from orchestrator.train.strategies.ddp import DDPOptions
-from tests.support.ranks import RanksFailed, run_ranks
-from tests.support.steppers import (
+from tests.support.hosts.ranks import RanksFailed, run_ranks
+from tests.support.runs.steppers import (
     UNEVEN_EXPERTS,
     DoubleDigits,
     DoubleText,
@@ -29,7 +29,7 @@ from tests.support.steppers import (
     mean_loss,
     run_steps,
 )
-from tests.support.worker_runs import (
+from tests.support.runs.worker_runs import (
     CPU,
     WorkerCase,
     assert_weights_close,

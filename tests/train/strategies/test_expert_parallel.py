@@ -27,10 +27,10 @@ from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies.fsdp import full_tensor
 from orchestrator.train.worker.build_model import build_model
 from orchestrator.types import Choice
-from tests.support.planted_faults import by_expert, merge_hosts, step_batches
-from tests.support.ranks import run_ranks
-from tests.support.steppers import assert_gradients_equal, make_stepper, mean_loss, run_steps
-from tests.support.tiny_model import HostCase, Tiny, random_case
+from tests.support.faults.planted_faults import by_expert, merge_hosts, step_batches
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import assert_gradients_equal, make_stepper, mean_loss, run_steps
+from tests.support.runs.tiny_model import HostCase, Tiny, random_case
 
 CPU = torch.device("cpu")
 STEPS = 10

@@ -23,10 +23,10 @@ from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.buffers import running_statistics
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.trainer import Trainer
-from tests.support.planted_faults import merge_hosts, step_batches, total_norm
-from tests.support.ranks import run_ranks
-from tests.support.steppers import Events, assert_gradients_equal, make_stepper, run_steps
-from tests.support.tiny_model import Tiny
+from tests.support.faults.planted_faults import merge_hosts, step_batches, total_norm
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import Events, assert_gradients_equal, make_stepper, run_steps
+from tests.support.runs.tiny_model import Tiny
 from tests.train.strategies.test_expert_parallel import (
     CPU,
     HOST_OF_7,

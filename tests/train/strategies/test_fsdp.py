@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.tasks.digits import Digits
-from tests.support.steppers import UNEVEN_EXPERTS, DoubleDigits, DoubleText
-from tests.support.worker_runs import (
+from tests.support.runs.steppers import UNEVEN_EXPERTS, DoubleDigits, DoubleText
+from tests.support.runs.worker_runs import (
     WorkerCase,
     assert_workers_equal_one_process,
     assert_workers_follow_one_process_in_fp32,

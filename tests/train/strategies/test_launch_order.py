@@ -17,10 +17,10 @@ from experts.group import Group
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
 from orchestrator.train.strategies import expert_parallel
-from tests.support.planted_faults import step_batches
-from tests.support.ranks import run_ranks
-from tests.support.steppers import make_stepper
-from tests.support.tiny_model import HostCase, Tiny, random_case
+from tests.support.faults.planted_faults import step_batches
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import make_stepper
+from tests.support.runs.tiny_model import HostCase, Tiny, random_case
 
 CPU = torch.device("cpu")
 SIZES = (3, 9, 3, 5, 9, 2, 4)

@@ -25,7 +25,7 @@ from orchestrator.train.strategies.placement import (
     predict_placement,
 )
 from orchestrator.train.strategies.shares import MeasuredDevice
-from tests.support.inventories import machine, model
+from tests.support.fakes.inventories import machine, model
 
 SIZES = (100, 100, 400, 200, 200)
 FACTS = model(experts=5, moe_layers=2, expert_weights=(SIZES, SIZES[::-1]))

@@ -12,7 +12,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.runtime.cluster import session
 from orchestrator.train.strategies.placement_file import check_placement_file, placement_file
-from tests.support.inventories import model
+from tests.support.fakes.inventories import model
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from orchestrator.train.strategies.shares import (
     measure_speed,
     shares_from_speeds,
 )
-from tests.support.inventories import machine, model
-from tests.support.ranks import run_ranks
+from tests.support.fakes.inventories import machine, model
+from tests.support.hosts.ranks import run_ranks
 
 
 def test_shares_follow_speeds_unless_they_differ_by_noise_only() -> None:

@@ -17,7 +17,7 @@ from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker import batch_probe
 from orchestrator.train.worker.batch_probe import _growth_bytes
 from orchestrator.types import GIB
-from tests.support.inventories import gpu, machine, model, planned
+from tests.support.fakes.inventories import gpu, machine, model, planned
 
 
 def test_memory_is_left_for_experts_that_may_be_born() -> None:

@@ -17,7 +17,7 @@ from orchestrator.record.files.events import EventLog
 from orchestrator.train.worker import build as build_module
 from orchestrator.train.worker.build_evolution import EvolutionParts
 from orchestrator.trainer import Trainer
-from tests.support.loop_runs import build_small_training
+from tests.support.runs.loop_runs import build_small_training
 
 
 def test_a_run_that_cannot_start_leaves_the_settings_of_torch_as_they_were(tmp_path: Path) -> None:

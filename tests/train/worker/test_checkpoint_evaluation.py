@@ -20,8 +20,8 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.checkpoint_evaluation import evaluate_checkpoint
 from orchestrator.trainer import Trainer
-from tests.support.loop_runs import SMALL
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.loop_runs import SMALL
 from tests.train.worker.test_final_model import STEPS
 from tests.train.worker.test_final_model import run as run_evolving
 

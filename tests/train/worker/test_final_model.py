@@ -27,9 +27,9 @@ from orchestrator.train.worker.final_model import FinalWeights, choose_weights, 
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
-from tests.support.evolving import ListLog
-from tests.support.loop_runs import SMALL, losses_in
-from tests.support.ranks import run_ranks
+from tests.support.hosts.ranks import run_ranks
+from tests.support.moe.evolving import ListLog
+from tests.support.runs.loop_runs import SMALL, losses_in
 
 START: Event = {"event": "start", "best_by": "loss:min", "step": 0}
 END: Event = {"event": "end", "status": "completed", "steps": 30}

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.errors import UserError
 from orchestrator.train.worker.folder_lock import LOCK, check_unlocked, folder_lock
-from tests.support.lock_holder import lock_holder
+from tests.support.faults.lock_holder import lock_holder
 
 
 def test_a_second_process_is_refused_with_the_first_one(tmp_path: Path) -> None:

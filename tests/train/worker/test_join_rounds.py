@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.joining import join_counts
-from tests.support.thread_hosts import HostCounts
+from tests.support.hosts.joining import join_counts
+from tests.support.hosts.thread_hosts import HostCounts
 
 
 @pytest.fixture(autouse=True)

@@ -25,9 +25,10 @@ from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
 from orchestrator.train.worker.resume import StartPoint, _find_on_main, _load_together, restore_newest
-from tests.support.forged_files import reseal
-from tests.support.ranks import run_ranks
-from tests.support.snapshots import (
+from tests.support.hosts.ranks import run_ranks
+from tests.support.runs.steppers import make_stepper, run_steps
+from tests.support.storage.forged_files import reseal
+from tests.support.storage.snapshots import (
     CPU,
     HOST_OF,
     TASK,
@@ -40,7 +41,6 @@ from tests.support.snapshots import (
     merge_parts,
     state_of,
 )
-from tests.support.steppers import make_stepper, run_steps
 
 OTHER_HOSTS = ((1, 0, 0, 1, 0, 1, 0), (0, 0, 1, 0, 1, 1, 0))
 

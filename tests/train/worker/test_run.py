@@ -24,7 +24,7 @@ from orchestrator.train.requests import Requests
 from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import Supervision, record_failure, run_worker
 from orchestrator.trainer import Trainer
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.hosts.ranks import RanksFailed, run_ranks
 
 SMALL: dict[str, Any] = {
     "experts": 3,

@@ -19,8 +19,10 @@ from experts.transformers.lora.adapters import (
 )
 from experts.transformers.registration import restore, use
 from orchestrator.train.parts.world import World
-from tests.support.families import EXPERTS, FAMILIES, build, tokens
-from tests.support.lora_runs import (
+from tests.support.faults.planted_faults import by_expert
+from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.families import EXPERTS, FAMILIES, build, tokens
+from tests.support.lm.lora_runs import (
     OPTIONS,
     LoraRun,
     LoraTask,
@@ -31,8 +33,6 @@ from tests.support.lora_runs import (
     train_peft,
     worst,
 )
-from tests.support.planted_faults import by_expert
-from tests.support.ranks import run_ranks
 
 
 @cache

@@ -8,7 +8,7 @@ import transformers
 
 from experts.transformers.lora.targets import Targets, expert_parameters, find_targets, short_names
 from experts.transformers.registration import use
-from tests.support.families import COMMON, FAMILIES, build
+from tests.support.lm.families import COMMON, FAMILIES, build
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BOTH = ("up", "down")
