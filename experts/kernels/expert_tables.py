@@ -91,7 +91,7 @@ def _first_rows_product(left_RK: Tensor, right_RN: Tensor, tiles: RowTiles) -> T
 
 _SECOND_PASS = (
     "a second backward pass through the same experts: the first one wrote gradients over their hidden rows; "
-    "compute the forward pass again, or set --expert-kernel loop"
+    "compute the forward pass again, or set --expert-kernel loop and, where it is fp8, --precision bf16"
 )
 
 

@@ -44,8 +44,9 @@ def loss_and_gradient_plain(logits_CP: Tensor, targets_C: Tensor, vocabulary: in
     loss_C = -log_CV.gather(1, targets_C1).squeeze(1)
     d_logits_CV = log_CV.exp_()
     d_logits_CV.scatter_add_(1, targets_C1, -torch.ones_like(loss_C).unsqueeze(1))
+    d_logits_CV = d_logits_CV.to(logits_CP.dtype)
     padding = logits_CP.shape[1] - vocabulary
-    return loss_C, F.pad(d_logits_CV.to(logits_CP.dtype), (0, padding))
+    return loss_C, F.pad(d_logits_CV, (0, padding)) if padding else d_logits_CV  # padding by none copies
 
 
 def loss_and_gradient_fused(logits_CP: Tensor, targets_C: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:

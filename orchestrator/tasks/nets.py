@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experts.bank import computing_dtype
 from experts.layer import MoELayer
 from experts.types import Routing
 from orchestrator.config.model import ModelSettings, MoeSettings
@@ -178,7 +179,9 @@ class Decoder(nn.Module):
         output = self.embedding.weight
         # Over few classes each batch, a short one too, counts the accuracy in training: from all logits.
         has_accuracy = len(output) <= _MAX_ACCURACY_CLASSES
-        if targets is not None and not has_accuracy and has_large_logits(hidden.flatten(0, 1), len(output)):
+        # In fp16 gradients are scaled before they are rounded, and chunks would round them first.
+        in_chunks = not has_accuracy and computing_dtype(hidden) != torch.float16
+        if targets is not None and in_chunks and has_large_logits(tokens.shape[1], len(output)):
             return token_loss(hidden.flatten(0, 1), output, targets.flatten()), routings
         return F.linear(hidden, output), routings
 

@@ -4,14 +4,17 @@ The logits of all tokens are never in memory at once: those of a chunk give its 
 gradients of its hidden states and of the output layer.
 
 A vocabulary such as 50,257 gets rows of zeros, so that rows of logits begin at multiples of 16 bytes: on an
-H200 products in bf16 take 5 to 7 times as long without (``unaligned`` in ``plan/cost/devices.json``).
+H200 products in bf16 take 5 to 7 times as long without, in tf32 2 to 3 times (``unaligned`` in
+``plan/cost/devices.json``). So it is on any device: a trace on a CPU finds the products of a GPU.
 
 Shapes: T tokens, C tokens of a chunk, D width, V vocabulary, P vocabulary with rows of zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,16 +28,27 @@ from experts.bank import computing_dtype
 from experts.kernels.autocast import without_autocast
 from orchestrator.tasks.cross_entropy import loss_and_gradient, wide_dtype
 
-LARGE_LOGITS = 2**26
-"""Logits from which on chunks save more memory (256 MiB in fp32) than they cost."""
+LARGE_LOGITS = 2**22
+"""Logits of a sample from which on chunks are used. They save memory, and on a GPU the loss is one kernel.
+
+It does not depend on the number of samples, so that the memory of a plan grows evenly with it."""
 CHUNK_LOGITS = 2**27
 NO_LABEL = -100
 """The target of a token that has none."""
 _ROW_MULTIPLE = 128  # of the tokens of a chunk, for full tiles of its products
-_ALIGNMENT = 8
-"""Rows of so many numbers of two bytes begin at multiples of 16 bytes."""
+_ALIGNMENT = 16  # bytes
 _COLUMN_MULTIPLE = 64
 """Of the vocabulary with rows of zeros: a line of the cache."""
+
+
+_GRADIENT_FLOP: ContextVar[int] = ContextVar("gradient_flop", default=0)
+
+
+@contextmanager
+def counting_gradient_flop() -> Iterator[Callable[[], int]]:
+    """Count the FLOP of gradients that forward passes compute together with their losses."""
+    before = _GRADIENT_FLOP.get()
+    yield lambda: _GRADIENT_FLOP.get() - before
 
 
 class TokenLoss(NamedTuple):
@@ -63,24 +77,9 @@ class LogitTransform(NamedTuple):
 PLAIN = LogitTransform()
 
 
-def has_large_logits(hidden_TD: Tensor, vocabulary: int) -> bool:
-    """Whether the loss of so many tokens should be computed in chunks.
-
-    Not in fp16, where gradients are scaled before they are rounded."""
-    num_logits = hidden_TD.shape[0] * vocabulary
-    is_large = num_logits >= smallest_large(LARGE_LOGITS, vocabulary)
-    return is_large and computing_dtype(hidden_TD) != torch.float16
-
-
-def smallest_large(aligned: int, vocabulary: int) -> int:
-    """Return the number of logits from which on chunks are used, given that of aligned rows.
-
-    It is a quarter for unaligned ones: chunks align them, which makes them faster as well."""
-    return aligned if _is_aligned(vocabulary) else aligned // 4
-
-
-def _is_aligned(vocabulary: int) -> bool:
-    return vocabulary % _ALIGNMENT == 0
+def has_large_logits(tokens: int, vocabulary: int) -> bool:
+    """Whether the loss of samples of so many tokens is computed in chunks."""
+    return tokens * vocabulary >= LARGE_LOGITS
 
 
 def token_loss(
@@ -101,11 +100,8 @@ def token_loss(
             apply: Any = _TokenLoss.apply
             total = apply(hidden_TD, output_VD, bias_V, targets_T, dtype, *transform, ignore)
             return TokenLoss(total, None)
-        bias_V = None if bias_V is None else bias_V.to(dtype)
         compute = _OPAQUE_VALUES[ignore] if torch.compiler.is_compiling() else _values
-        return TokenLoss(
-            *compute(hidden_TD.to(dtype), output_VD.to(dtype), bias_V, targets_T, *transform, ignore)
-        )
+        return TokenLoss(*compute(hidden_TD.to(dtype), output_VD, bias_V, targets_T, *transform, ignore))
 
 
 # --- the loss alone
@@ -125,8 +121,8 @@ def _values(
     total = hidden_TD.new_zeros((), dtype=wide_dtype(hidden_TD.dtype))
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
     vocabulary = len(output_VD)
-    output_PD, bias_P = _padded(output_VD, bias_V)
-    for rows_C in _chunks(targets_T, vocabulary, ignore):
+    output_PD, bias_P = _padded(output_VD, bias_V, hidden_TD.dtype)
+    for rows_C in _chunks(targets_T, len(output_PD), ignore):
         logits_CV = transform(F.linear(hidden_TD[rows_C], output_PD, bias_P)[:, :vocabulary])
         targets_C = targets_T[rows_C]
         num_correct += (logits_CV.argmax(-1) == targets_C).sum()
@@ -163,8 +159,8 @@ class _TokenLoss(torch.autograd.Function):
         compute = _OPAQUE_GRADIENTS[ignore] if torch.compiler.is_compiling() else _gradients
         total, *gradients = compute(
             hidden_TD.to(dtype),
-            output_VD.to(dtype),
-            None if bias_V is None else bias_V.to(dtype),
+            output_VD,
+            bias_V,
             targets_T,
             scale,
             softcap,
@@ -207,9 +203,9 @@ def _gradients(
     sums = _Sums(*_empty_results(hidden_TD, output_VD, trains_output, trains_bias))
     for result in (sums.total, sums.d_hidden_TD, sums.d_output_VD, sums.d_bias_V):
         result.zero_()
-    vocabulary = len(output_VD)
-    layer = _Layer(*_padded(output_VD, bias_V), vocabulary, LogitTransform(scale, softcap))
-    for rows_C in _chunks(targets_T, vocabulary, ignore):
+    output_PD, bias_P = _padded(output_VD, bias_V, hidden_TD.dtype)
+    layer = _Layer(output_PD, bias_P, len(output_VD), LogitTransform(scale, softcap))
+    for rows_C in _chunks(targets_T, len(output_PD), ignore):
         sums.add(rows_C, hidden_TD, layer, targets_T)
     return sums.total, sums.d_hidden_TD, sums.d_output_VD, sums.d_bias_V
 
@@ -271,26 +267,36 @@ class _Sums:
         hidden_CD = hidden_TD[rows_C]
         loss_C, d_products_CP = layer.loss_and_gradient(hidden_CD, targets_T[rows_C])
         self.total.add_(loss_C.sum())
+        trains_output = len(self.d_output_VD) > 0
+        _GRADIENT_FLOP.set(
+            _GRADIENT_FLOP.get() + 2 * d_products_CP.numel() * hidden_CD.shape[1] * (1 + trains_output)
+        )
         self.d_hidden_TD[rows_C] = d_products_CP @ layer.output_PD
-        if len(self.d_output_VD):
+        if trains_output:
             self.d_output_VD.add_((d_products_CP.T @ hidden_CD)[: layer.vocabulary])
         if len(self.d_bias_V):
             self.d_bias_V.add_(d_products_CP.sum(0, dtype=self.d_bias_V.dtype)[: layer.vocabulary])
 
 
-def _padded(output_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the output layer with so many rows of zeros that rows of its logits are aligned."""
-    vocabulary = len(output_VD)
-    if _is_aligned(vocabulary):
-        return output_VD, bias_V
-    padding = -vocabulary % _COLUMN_MULTIPLE
-    output_PD = F.pad(output_VD, (0, 0, 0, padding))
-    return output_PD, None if bias_V is None else F.pad(bias_V, (0, padding))
+def _padded(output_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return the output layer in a type, with so many rows of zeros that rows of its logits are aligned."""
+    if len(output_VD) * dtype.itemsize % _ALIGNMENT == 0:
+        return output_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+    return _with_zeros(output_VD, dtype), None if bias_V is None else _with_zeros(bias_V, dtype)
 
 
-def _chunks(targets_T: Tensor, vocabulary: int, ignore: bool) -> Iterator[Tensor | slice]:
+def _with_zeros(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy in a type with rows of zeros: one copy, where a cast and padding would be two."""
+    num_rows = len(rows)
+    padded = rows.new_empty(num_rows + -num_rows % _COLUMN_MULTIPLE, *rows.shape[1:], dtype=dtype)
+    padded[:num_rows] = rows
+    padded[num_rows:] = 0
+    return padded
+
+
+def _chunks(targets_T: Tensor, columns: int, ignore: bool) -> Iterator[Tensor | slice]:
     """Yield the tokens of each chunk."""
-    size = CHUNK_LOGITS // vocabulary
+    size = CHUNK_LOGITS // columns
     size = max(1, size // _ROW_MULTIPLE * _ROW_MULTIPLE or size)
     # A trace has no values: it counts a label for each token.
     if ignore and not isinstance(targets_T, FakeTensor):

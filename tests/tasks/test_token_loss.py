@@ -13,7 +13,7 @@ from orchestrator.tasks import token_loss as module
 from orchestrator.tasks.nets import Decoder
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.tasks.task import Loss
-from orchestrator.tasks.token_loss import TokenLoss, has_large_logits, token_loss
+from orchestrator.tasks.token_loss import TokenLoss, counting_gradient_flop, has_large_logits, token_loss
 
 TOKENS = 23
 WIDTH = 5
@@ -26,7 +26,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of four tokens, the last one of three."""
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 4 * VOCABULARY)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 4 * COLUMNS)
 
 
 def make_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,10 +89,42 @@ def test_rows_of_logits_begin_at_multiples_of_16_bytes(vocabulary: int, columns:
     assert flops.get_total_flops() == 3 * 2 * 2 * columns * WIDTH
 
 
-@pytest.mark.parametrize(("vocabulary", "smallest"), [(50_256, 1336), (50_257, 334), (2**16, 1024)])
-def test_unaligned_logits_are_large_from_a_quarter_on(vocabulary: int, smallest: int) -> None:
-    assert has_large_logits(torch.empty(smallest, 1), vocabulary)
-    assert not has_large_logits(torch.empty(smallest - 1, 1), vocabulary)
+def test_four_million_logits_of_a_sample_are_large() -> None:
+    assert has_large_logits(84, 50_257)
+    assert not has_large_logits(83, 50_257)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "is_copied"),
+    [
+        (1000, torch.bfloat16, False),
+        (1004, torch.bfloat16, True),
+        (1004, torch.float32, False),
+        (1006, torch.float32, True),
+    ],
+    ids=str,
+)
+def test_only_an_unaligned_output_matrix_is_copied(
+    vocabulary: int, dtype: torch.dtype, is_copied: bool
+) -> None:
+    output_VD = torch.randn(vocabulary, WIDTH, dtype=dtype)
+    output_PD, _ = module._padded(output_VD, None, dtype)
+    assert (output_PD is not output_VD) == is_copied
+    assert len(output_PD) == (1024 if is_copied else vocabulary)
+    assert output_PD[:vocabulary].equal(output_VD)
+    assert not output_PD[vocabulary:].any()
+
+
+def test_the_forward_pass_counts_the_gradients_that_it_computes() -> None:
+    hidden_TD, output_VD, targets_T = make_inputs(torch.float64)
+    product_flop = 2 * TOKENS * COLUMNS * WIDTH
+    with counting_gradient_flop() as both, FlopCounterMode(display=False) as flop:
+        token_loss(hidden_TD, output_VD, targets_T)
+    assert flop.get_total_flops() - both() == product_flop
+    with counting_gradient_flop() as one, FlopCounterMode(display=False) as flop:
+        token_loss(hidden_TD, output_VD.detach(), targets_T)
+    assert flop.get_total_flops() - one() == product_flop
+    assert both() == 2 * product_flop + one(), "it counts on"
 
 
 def test_products_are_those_of_autocast_and_the_loss_is_fp32() -> None:

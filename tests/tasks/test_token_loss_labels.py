@@ -22,15 +22,15 @@ TRANSFORMS = [PLAIN, LogitTransform(0.3), LogitTransform(1.0, 2.0), LogitTransfo
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of four tokens, the last one of three or fewer."""
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 4 * VOCABULARY)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 4 * COLUMNS)
 
 
-def make_inputs(labelled: float = 0.6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_inputs(labelled: float = 0.6, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden_TD = torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64) * 3
-    output_VD = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
-    bias_V = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
-    labels_T = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    output_VD = torch.randn(vocabulary, WIDTH, generator=generator, dtype=torch.float64)
+    bias_V = torch.randn(vocabulary, generator=generator, dtype=torch.float64)
+    labels_T = torch.randint(vocabulary, (TOKENS,), generator=generator)
     labels_T[torch.rand(TOKENS, generator=generator) >= labelled] = NO_LABEL
     return hidden_TD.requires_grad_(), output_VD.requires_grad_(), bias_V.requires_grad_(), labels_T
 
@@ -56,8 +56,11 @@ def whole_loss(
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("labelled", [1.0, 0.6, 0.0])
-def test_loss_and_gradients_are_those_of_whole_logits(transform: LogitTransform, labelled: float) -> None:
-    hidden_TD, output_VD, bias_V, labels_T = make_inputs(labelled)
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 16])
+def test_loss_and_gradients_are_those_of_whole_logits(
+    transform: LogitTransform, labelled: float, vocabulary: int
+) -> None:
+    hidden_TD, output_VD, bias_V, labels_T = make_inputs(labelled, vocabulary)
     leaves = (hidden_TD, output_VD, bias_V)
     found = labelled_loss(*leaves, labels_T, transform)
     expected = whole_loss(*leaves, labels_T, transform)

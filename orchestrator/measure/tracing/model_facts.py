@@ -30,6 +30,7 @@ from orchestrator.measure.tracing.repeated_blocks import trace_few_blocks
 from orchestrator.measure.tracing.traced_experts import record_experts
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.tasks.task import Gatherable, Task
+from orchestrator.tasks.token_loss import counting_gradient_flop
 from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import as_loss, build_checked_model, check_trainable
 from orchestrator.train.batches import tensors_of
@@ -208,14 +209,15 @@ class _ForwardRun:
 
     @contextmanager
     def _counting_flops(self) -> Iterator[Callable[[], float]]:
+        """Count the FLOP of the forward pass alone: a loss in chunks computes gradients with it."""
         if self.recorder is None:
-            with FlopCounterMode(display=False) as counter:
-                yield lambda: float(counter.get_total_flops())
+            with counting_gradient_flop() as gradient_flop, FlopCounterMode(display=False) as counter:
+                yield lambda: float(counter.get_total_flops() - gradient_flop())
         else:
             recorder = self.recorder
             recorder.restart()
-            with recorder:
-                yield lambda: recorder.recorded_ops().flops
+            with counting_gradient_flop() as gradient_flop, recorder:
+                yield lambda: recorder.recorded_ops().flops - gradient_flop()
 
 
 def _all_blocks(base: ForwardTrace, pairs: list[tuple[ForwardTrace, int]]) -> ForwardTrace:

@@ -25,12 +25,8 @@ from torch.nn import functional as F
 
 from experts.bank import computing_dtype
 from experts.kernels.autocast import without_autocast
-from orchestrator.tasks.token_loss import PLAIN, LogitTransform, smallest_large, token_loss
+from orchestrator.tasks.token_loss import PLAIN, LogitTransform, has_large_logits, token_loss
 
-LARGE_LOGITS = 2**24
-"""Logits of a sample from which on chunks are used. Micro-batches have some samples: 256 MiB of four in fp32.
-
-It does not depend on the number of samples, so that the memory of a plan grows evenly with it."""
 _SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 _ATTRIBUTE = "_output_loss"
@@ -49,8 +45,7 @@ def call_with_labels(
 
     ``note`` tells the user why a model with many logits has whole ones."""
     handle: Any = model
-    vocabulary = handle.config.get_text_config().vocab_size
-    if labels_BS.shape[1] * vocabulary < smallest_large(LARGE_LOGITS, vocabulary):
+    if not has_large_logits(labels_BS.shape[1], handle.config.get_text_config().vocab_size):
         return model(**inputs)
     if _ATTRIBUTE not in model.__dict__:
         model.__dict__[_ATTRIBUTE] = OutputLoss(model, note)

@@ -77,3 +77,24 @@ def test_a_large_model_that_cannot_be_traced_is_not_built() -> None:
         UserError, match=r"4\.3G parameters \(16\.0 GiB\).*RuntimeError: this loss needs numbers"
     ):
         model_facts(TooLarge(), "cpu", "fp32")
+
+
+VOCABULARY = 50_257
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("tokens", [83, 84, 128, 512])
+def test_a_loss_in_chunks_costs_the_same_for_each_sample(tokens: int, device: str) -> None:
+    """From 84 tokens on: so it is for the two samples of a trace, and for the four."""
+    sizes = {"width": 64, "layers": 2, "experts": 0, "samples": 8}
+    config = Config.of(task="synthetic", vocabulary=VOCABULARY, sequence_length=tokens, **sizes)
+    facts = model_facts(load_task(config), device, "fp32")
+    hidden_bytes = tokens * 64 * 4
+    logits_bytes = tokens * VOCABULARY * 4
+    if tokens < 84:
+        assert facts.activation_bytes > logits_bytes
+    else:
+        assert 10 * hidden_bytes < facts.activation_bytes < 100 * hidden_bytes < logits_bytes
+    # Of the output layer; and of two blocks, which have 2 × 12 × 64² weights, and attention.
+    output_flop = 2 * tokens * VOCABULARY * 64
+    assert output_flop < facts.flops_per_sample < 1.2 * output_flop, "the forward pass alone"

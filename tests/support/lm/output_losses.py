@@ -78,9 +78,10 @@ def _in_fp64(forward: Any, *arguments: Any, **keywords: Any) -> Any:
 @contextmanager
 def chunks(vocabulary: int = VOCABULARY) -> Iterator[mock.Mock]:
     """Compute the loss of any size in chunks of three tokens; yield a record of its calls."""
+    columns = vocabulary if vocabulary % 8 == 0 else vocabulary + -vocabulary % 64
     with (
-        mock.patch.object(output_layer, "LARGE_LOGITS", 1),
-        mock.patch.object(token_loss, "CHUNK_LOGITS", 3 * vocabulary),
+        mock.patch.object(token_loss, "LARGE_LOGITS", 1),
+        mock.patch.object(token_loss, "CHUNK_LOGITS", 3 * columns),
         mock.patch.object(output_layer, "token_loss", wraps=output_layer.token_loss) as calls,
     ):
         yield calls
