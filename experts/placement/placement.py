@@ -91,7 +91,9 @@ class Placement:
     def sentence(self) -> str:
         experts = _count(len(self.host_of), "expert")
         hosts = _count(len(self.seconds), "host")
-        balance = f"slowest host {self.imbalance:.2f} of the mean, {self.gap:.1%} above the lower bound"
+        balance = f"slowest host {self.imbalance:.2f} of the mean"
+        if self.method != "exact":
+            balance = f"{balance}, {self.gap:.1%} above the lower bound"
         return f"{experts} on {hosts} ({self.method}): {balance}"
 
 

@@ -87,6 +87,8 @@ def decide(
 
     The layer that loses most time comes first, as long as the bytes of this point last. A layer waits
     until its history has two windows."""
+    if rules.max_steps <= 0:
+        return ()  # nothing is won any more
     layers = list(layers)
     changes: list[Change] = []
     bytes_left = rules.max_bytes

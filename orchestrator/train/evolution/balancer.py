@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experts.rebalance.costs import Cluster, LayerCosts
@@ -48,13 +48,17 @@ class HostBalancer:
         layers: Sequence[LayerStructure],
         loads: Sequence[Sequence[int]],
         state: EvolutionState,
+        steps_left: float,
     ) -> list[Change]:
-        """Return the moves and copies after a step with these tokens per expert."""
+        """Return the moves and copies after a step with these tokens per expert.
+
+        They win back their costs in the steps that are left of the run."""
         histories = [
             history.observed(layer.ids, counts, 1)
             for layer, counts, history in zip(layers, loads, self._histories(layers, state), strict=True)
         ]
-        changes = decide(layers, histories, self.costs, self.cluster, self.rules)
+        rules = replace(self.rules, max_steps=min(self.rules.max_steps, steps_left))
+        changes = decide(layers, histories, self.costs, self.cluster, rules)
         state.balance = {layer.name: h.to_json() for layer, h in zip(layers, histories, strict=True)}
         return list(changes)
 

@@ -5,6 +5,7 @@ the same order."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -228,7 +229,9 @@ class Evolution:
         if self._world.is_main:
             structures = self._structures
             loads = [layer.load_E.tolist() for layer in self._layers]
-            changes = balancer.decide(structures, loads, self._state)
+            last_step = self._plan.last_step
+            steps_left = math.inf if last_step is None else last_step - step
+            changes = balancer.decide(structures, loads, self._state, steps_left)
             interval = balancer.next_interval(structures, self._state, bool(changes))
             decided = {"changes": [change.to_json() for change in changes], "interval": interval}
         agreed = self._world.broadcast_value(f"balance {step}", decided)

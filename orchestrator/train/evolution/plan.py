@@ -26,7 +26,11 @@ class Balancer(Protocol):
     """Decides where experts live, and which have copies. Only the main worker asks it."""
 
     def decide(
-        self, layers: Sequence[LayerStructure], loads: Sequence[Sequence[int]], state: EvolutionState
+        self,
+        layers: Sequence[LayerStructure],
+        loads: Sequence[Sequence[int]],
+        state: EvolutionState,
+        steps_left: float,
     ) -> list[Change]: ...
 
     def next_interval(
@@ -51,3 +55,5 @@ class EvolutionPlan:
     balancer: Balancer | None = None
     moves: bool = False
     """Whether experts move and are copied; else the balancer only places newborn ones."""
+    last_step: int | None = None
+    """The step at which the run ends; None where that is not known. Moves must pay until then."""

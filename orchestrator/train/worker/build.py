@@ -144,7 +144,7 @@ def _complete_training(
         evaluation=evaluation,
         snapshots=Snapshots(parts.state, world, snapshots, progress.step) if snapshots is not None else None,
         evolution=build_evolution(
-            EvolutionParts(plan, parts, stepper, feed, evaluation, log, state_bytes),
+            EvolutionParts(plan, parts, stepper, feed, evaluation, log, state_bytes, total_steps),
             config,
             experts.decision.hosts if experts.decision is not None else (),
         ),

@@ -52,6 +52,8 @@ class EvolutionParts:
     log: Log
     expert_state_bytes: float
     """Bytes for each weight of an expert, as in the placement."""
+    last_step: int | None
+    """The step at which the run ends; None where that is not known."""
 
 
 def build_evolution(
@@ -90,6 +92,7 @@ def build_evolution(
         policy=RulesPolicy(rules) if rules is not None else None,
         balancer=balancer,
         moves=plan.rebalance.value,
+        last_step=training.last_step,
     )
     judged = None
     if training.evaluation is not None:

@@ -230,10 +230,12 @@ def test_a_placement_describes_itself() -> None:
     assert (result.slowest, result.held(0), result.held(1)) == (4.0, (0, 2), (1,))
     assert result.imbalance == pytest.approx(12 / 11)
     assert result.gap == pytest.approx(1 / 11)
-    text = "3 experts on 2 hosts (exact): slowest host 1.09 of the mean, 9.1% above the lower bound"
+    text = "3 experts on 2 hosts (exact): slowest host 1.09 of the mean"
     assert result.sentence() == text
-    text = "1 expert on 1 host (exact): slowest host 1.00 of the mean, 0.0% above the lower bound"
+    text = "1 expert on 1 host (exact): slowest host 1.00 of the mean"
     assert place(experts_of_work(5), hosts_of_speed(1)).sentence() == text
+    text = "3 experts on 2 hosts (round_robin): slowest host 1.09 of the mean, 9.1% above the lower bound"
+    assert round_robin(experts_of_work(6, 3, 2), hosts_of_speed(2, 1)).sentence() == text
 
 
 def test_round_robin() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from experts.layer import MoELayer
 from experts.placement.placement import HostFacts
 from experts.rebalance.costs import Cluster, LayerCosts
@@ -21,7 +23,7 @@ def intervals(loads: list[list[int]], bandwidth: float) -> list[int]:
     state = EvolutionState(balance_interval=FIRST_INTERVAL)
     found: list[int] = []
     for counts in loads:
-        changes = balancer.decide(layers, [counts], state)
+        changes = balancer.decide(layers, [counts], state, steps_left=1000)
         state.balance_interval = balancer.next_interval(layers, state, bool(changes))
         found.append(state.balance_interval)
     return found
@@ -43,6 +45,23 @@ def test_the_next_decision_is_soon_after_the_loads_shift() -> None:
 def test_hosts_that_nothing_helps_are_looked_at_less_and_less() -> None:
     # Nothing pays over such a link.
     assert intervals([HOT] * 10, 1.0) == [5] * 7 + [10, 20, 40]
+
+
+def test_experts_move_only_where_the_rest_of_the_run_wins_their_costs() -> None:
+    layers = [LayerStructure.initial("moe", [8] * 4, [0, 0, 1, 1])]
+    costs = [LayerCosts(row_flops=48.0, state_bytes=128.0, gradient_bytes=32.0)]
+    hosts = (HostFacts(1e6), HostFacts(1e6))
+    balancer = HostBalancer(costs, Cluster(hosts, bandwidth=1e6, change_seconds=0.1))
+
+    def moved(steps_left: float) -> list[str]:
+        state = EvolutionState(balance_interval=FIRST_INTERVAL)
+        uneven = [300, 300, 0, 0]
+        balancer.decide(layers, [uneven], state, steps_left)
+        return [change.reason for change in balancer.decide(layers, [uneven], state, steps_left)]
+
+    assert "for about 100 steps" in moved(100)[0]
+    assert "for about 500 steps" in moved(math.inf)[0], "the longest that a load is trusted to last"
+    assert moved(1) == moved(0) == []
 
 
 def test_an_expert_has_three_matrices_with_the_state_of_their_optimizer() -> None:
