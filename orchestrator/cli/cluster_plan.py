@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestrator.cli.predict import predict_plan
 from orchestrator.config.reader import Resolved
+from orchestrator.config.settings import Config
 from orchestrator.errors import OrchestratorError
 from orchestrator.plan.cost.described_cluster import (
     CORES_PER_GPU,
@@ -17,6 +18,7 @@ from orchestrator.plan.cost.described_cluster import (
 )
 from orchestrator.plan.cost.machine import Machine
 from orchestrator.plan.cost.scaling import ClusterSpec
+from orchestrator.plan.estimate import ModelFacts, largest_fitting
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.types import bytes_text, counted
 
@@ -40,7 +42,7 @@ class ClusterPlan:
     step_line: str
     predicted: dict[str, Any] | None
     shortage: str | None
-    """None if one sample fits into the memory of each GPU."""
+    """None if a micro-batch fits into the memory of each GPU."""
 
 
 def plan_on_cluster(
@@ -54,25 +56,78 @@ def plan_on_cluster(
 
 
 def _shortage(prepared: PreparedRun, spec: ClusterSpec) -> str | None:
-    """Return what the memory of the cluster lacks for one sample, and what would do."""
-    memory = prepared.plan.memory
-    if memory.fits or memory.limit is None:
+    """Return what the memory of the cluster lacks for a micro-batch, and what would do."""
+    chosen = prepared.plan
+    if chosen.memory.fits or chosen.memory.limit is None:
         return None
-    missing = bytes_text(memory.total - memory.limit)
-    found = (
-        f"one sample needs {bytes_text(memory.total)} on each of {counted(spec.devices, 'GPU')}, "
-        f"{missing} more than the usable {bytes_text(memory.limit)} ({_how(prepared.plan)})"
+    config = prepared.resolved.config
+    samples = chosen.batch_size.value
+    if samples > 1:
+        most = largest_fitting(lambda size: _plan_of_batch(prepared, spec, size).memory, samples)
+        if most:
+            return f"{_lack(chosen, spec)}. {_smaller_batch(prepared, spec, most)}"
+        config = _with_batch(config, 1, None)
+        chosen = plan(config, inventory_of(spec), prepared.facts, None, cluster_of(spec))
+        if chosen.memory.fits:  # gradients that accumulate need memory too
+            only = "At most 1 sample fits, and only without accumulation: use --batch-size 1 alone"
+            return f"{_lack(prepared.plan, spec)}. {only}"
+    return f"{_lack(chosen, spec)}. {_larger_memory(config, prepared.facts, spec)}"
+
+
+def _lack(chosen: Plan, spec: ClusterSpec) -> str:
+    """Return the memory that the micro-batch of a plan needs, and how much of it is missing."""
+    memory = chosen.memory
+    usable = memory.limit or 0
+    samples = chosen.batch_size.value
+    subject = "one sample" if samples == 1 else f"a micro-batch of {samples:,} samples"
+    return (
+        f"{subject} needs {bytes_text(memory.total)} on each of {counted(spec.devices, 'GPU')}, "
+        f"{bytes_text(memory.total - usable)} more than the usable {bytes_text(usable)} ({_how(chosen)})"
     )
-    enough = _enough(prepared, spec)
+
+
+def _smaller_batch(prepared: PreparedRun, spec: ClusterSpec, most: int) -> str:
+    """Return which batch size fits, and how a step keeps its samples."""
+    settings = prepared.resolved.config
+    is_given = isinstance(settings.batch.batch_size, int)
+    instead = f"--batch-size {most}"
+    if settings.run.debug:
+        instead += " without --debug"
+    elif is_given and settings.run.auto:
+        instead += " (or leave it out)"
+    if not settings.batch.global_batch_size:
+        instead += f", with --global-batch-size {prepared.plan.global_batch_size.value}"
+    if settings.batch.accumulation_steps:  # two of the three sizes may be given
+        instead += ", without --accumulation-steps,"
+    steps = _plan_of_batch(prepared, spec, most).accumulation_steps.value
+    fit = "1 sample fits" if most == 1 else f"{most:,} samples fit"
+    return f"At most {fit}: use {instead} for the same samples in a step, in {steps} accumulation steps"
+
+
+def _larger_memory(config: Config, facts: ModelFacts, spec: ClusterSpec) -> str:
+    """Return how many GPUs would do for one sample, and what else could help."""
+    enough = _enough(config, facts, spec)
     instead = "GPUs with more memory, a shorter --sequence-length, or --lora RANK"
     if enough is None:
-        return f"{found}. No number of {spec.gpu.upper()} would do. Try {instead}"
+        return f"No number of {spec.gpu.upper()} would do. Try {instead}"
     larger, chosen = enough
     nodes = f" ({larger.nodes} nodes × {larger.gpus})" if larger.nodes > 1 else ""
     return (
-        f"{found}. {larger.devices} {spec.gpu.upper()}{nodes} would do: {_how(chosen)}, "
+        f"{larger.devices} {spec.gpu.upper()}{nodes} would do: {_how(chosen)}, "
         f"{bytes_text(chosen.memory.total)} on each. Or try {instead}"
     )
+
+
+def _plan_of_batch(prepared: PreparedRun, spec: ClusterSpec, size: int) -> Plan:
+    """Return the plan with micro-batches of this size and the same samples in a step."""
+    global_batch = prepared.plan.global_batch_size.value
+    config = _with_batch(prepared.resolved.config, size, global_batch)
+    return plan(config, inventory_of(spec), prepared.facts, None, cluster_of(spec))
+
+
+def _with_batch(config: Config, size: int, global_batch: int | None) -> Config:
+    batch = replace(config.batch, batch_size=size, global_batch_size=global_batch, accumulation_steps=None)
+    return replace(config, batch=batch, run=replace(config.run, debug=False))
 
 
 def _how(chosen: Plan) -> str:
@@ -83,12 +138,11 @@ def _how(chosen: Plan) -> str:
     return f"{strategy}{sharding}{recomputed}"
 
 
-def _enough(prepared: PreparedRun, spec: ClusterSpec) -> tuple[ClusterSpec, Plan] | None:
+def _enough(config: Config, facts: ModelFacts, spec: ClusterSpec) -> tuple[ClusterSpec, Plan] | None:
     """Return the first larger cluster on which one sample fits, with its plan."""
-    config = prepared.resolved.config
     for larger in larger_clusters(spec):
         try:
-            chosen = plan(config, inventory_of(larger), prepared.facts, None, cluster_of(larger))
+            chosen = plan(config, inventory_of(larger), facts, None, cluster_of(larger))
         except OrchestratorError:  # the settings forbid so many workers
             return None
         if chosen.memory.fits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
@@ -25,6 +25,7 @@ _GB = 10**9  # decimal, as memory is sold: torch reports some 9.8 GiB for a card
 _CPU_START = (64, 1)
 _DEBUG_BATCH = 4
 _PLAIN_BATCH = 32
+_NOT_NEEDED = "the activations fit without it"
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,17 @@ def plan_batches(
     global_batch = _global_batch(config, facts, batch.value, step)
     if global_batch.value < workers:
         raise UserError(_too_few_samples(workers, global_batch, facts))
+    accumulation = _accumulation(config, batch.value, global_batch.value, workers)
+    single_pass = accumulation.value == 1
+    memory = estimate_memory(facts, batch.value, recompute.value, limit_bytes, sharding, single_pass)
+    if not memory.fits:
+        recompute = _recompute_of_too_large(recompute, batch.value)
     return Batching(
         starting,
         batch,
-        _accumulation(config, batch.value, global_batch.value, workers),
+        accumulation,
         global_batch,
-        _evaluation(config, facts, batch.value, workers),
+        _evaluation(config, facts, batch.value, workers, memory.fits),
         recompute,
     )
 
@@ -187,13 +193,19 @@ def _recompute(config: Config, budget: _MemoryBudget) -> Choice[bool]:
         return Choice(False, "the model has no blocks that could be recomputed")
     one_sample = budget.needed(1, recompute=False)
     if one_sample.fits:
-        return Choice(
-            False, "the activations fit without it", (Rejected("on", "costs a third more compute"),)
-        )
+        return Choice(False, _NOT_NEEDED, (Rejected("on", "costs a third more compute"),))
     reason = f"one sample needs {bytes_text(one_sample.total)}; {bytes_text(budget.limit_bytes)} is usable"
     if budget.needed(1, recompute=True).total >= one_sample.total:
         return Choice(False, f"{reason}, but recomputation would not reduce it")
     return Choice(True, reason)
+
+
+def _recompute_of_too_large(recompute: Choice[bool], batch: int) -> Choice[bool]:
+    """Return the choice with a reason that holds for a micro-batch that does not fit."""
+    if recompute.reason != _NOT_NEEDED:
+        return recompute
+    reason = f"one sample does not need it; a micro-batch of {batch} is too large for the memory"
+    return replace(recompute, reason=reason)
 
 
 def _batch_size(
@@ -302,7 +314,8 @@ def _global_batch(config: Config, facts: ModelFacts, batch: int, step: _StepSamp
     return Choice(step.samples, f"an optimizer step has this many samples{over_workers}")
 
 
-def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int) -> Choice[int]:
+def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int, fits: bool) -> Choice[int]:
+    """Choose the samples of a batch in evaluation; ``fits`` says whether a training batch fits."""
     if config.batch.eval_batch_size is not None:
         return Choice(config.batch.eval_batch_size, "set by --eval-batch-size")
     if config.run.debug or not config.run.auto:
@@ -316,5 +329,7 @@ def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int) -> 
             twice, "it is twice the training batch: evaluation saves no activations for a backward pass"
         )
     among = f", a worker's share of {facts.validation_samples}" if workers > 1 else ""
-    reason = f"one batch holds all validation samples{among}: without a backward pass twice {batch} would fit"
+    reason = f"one batch holds all validation samples{among}"
+    if fits:
+        reason += f": without a backward pass twice {batch} would fit"
     return Choice(share, reason)

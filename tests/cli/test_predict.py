@@ -166,3 +166,34 @@ def test_a_plan_for_a_cluster_that_is_too_small_names_one_that_would_do(
     assert enough["shortage"] is None
     assert enough["predicted"]["step_seconds"] > 0
     assert enough["memory"]["total"] <= enough["memory"]["limit"]
+
+
+def test_a_batch_that_is_too_large_is_told_from_a_sample_that_is(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--task synthetic --width 256 --layers 2 --sequence-length 512 --experts 0 --samples 100000"
+    given = ["plan", *sizes.split(), "--cluster", "8xL4", "--json"]
+    assert main([*given, "--batch-size", "100000"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    shortage = found["shortage"]
+    assert shortage.startswith("a micro-batch of 12,500 samples needs")
+    assert "would do" not in shortage, "more GPUs are no remedy for a batch that was asked for"
+    assert "--sequence-length" not in shortage
+    for name in ("eval_batch_size", "activation_checkpointing"):
+        assert "fit" not in found["choices"][name]["reason"]
+    advice = re.search(
+        r"use --batch-size (\d+) \(or leave it out\), with --global-batch-size (\d+)", shortage
+    )
+    assert advice is not None
+    most, samples = advice.groups()
+    step = ["--global-batch-size", samples]
+    assert main([*given, *step, "--batch-size", most]) == 0
+    followed = json.loads(capsys.readouterr().out)["choices"]
+    assert followed["global_batch_size"]["value"] == found["choices"]["global_batch_size"]["value"]
+    assert f"in {followed['accumulation_steps']['value']} accumulation steps" in shortage
+    assert main([*given, *step, "--batch-size", str(int(most) + 1)]) == 3, "one more does not fit"
+    capsys.readouterr()
+    assert main([*given, *step]) == 0, "without --batch-size the plan chooses one that fits"
+    capsys.readouterr()
+    assert main([*given, "--batch-size", "100000", "--accumulation-steps", "2"]) == 3
+    accumulated = json.loads(capsys.readouterr().out)["shortage"]
+    assert f"use --batch-size {most} (or leave it out)" in accumulated
+    assert "without --accumulation-steps" in accumulated, "two of the three sizes may be given"
