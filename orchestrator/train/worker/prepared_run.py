@@ -106,6 +106,7 @@ def banner_rows(
     return [
         ("task", task),
         *([("trained parameters", trained)] if trained else []),
+        *([("evolution", _evolution_text(plan))] if plan.evolution_rules is not None else []),
         ("data", _data_text(facts)),
         ("processes", _processes_text(plan)),
         ("device", f"{plan.device.value}: {plan.device.reason}"),
@@ -123,6 +124,15 @@ def _model_text(facts: ModelFacts, saved: SavedExperts | None) -> str:
         # The parameters were counted in the model that the task builds.
         return f"{parameters} as built, {_saved_text(saved)} in {layers} as saved"
     return f"{parameters}, {counted(facts.experts, 'expert')} in {layers}" if facts.experts else parameters
+
+
+def _evolution_text(plan: Plan) -> str:
+    rules = plan.evolution_rules
+    assert rules is not None
+    return (
+        f"{plan.evolution.value}: experts are born, merged and pruned in training, "
+        f"{rules.min_experts} to {rules.max_experts} in a layer; --evolution off keeps their number"
+    )
 
 
 def _saved_text(saved: SavedExperts) -> str:

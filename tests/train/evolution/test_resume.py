@@ -214,7 +214,9 @@ def test_layers_with_other_numbers_of_experts_are_shown_by_their_range(tmp_path:
     layers = [LayerStructure.initial(f"moe{number}", [8] * number) for number in (3, 5)]
     rows = dict(banner_rows(prepare(tmp_path), tmp_path, saved=SavedExperts(tuple(layers))))
     assert "3 to 5 experts in" in rows["task"]
-    assert "4 experts in 1 layer)" in dict(banner_rows(prepare(tmp_path), tmp_path))["task"]
+    rows = dict(banner_rows(prepare(tmp_path), tmp_path))
+    assert "4 experts in 1 layer)" in rows["task"]
+    assert "--evolution off keeps their number" in rows["evolution"]
 
 
 def test_the_banner_of_a_run_without_a_readable_checkpoint_shows_the_experts_of_the_task(
