@@ -126,7 +126,7 @@ def _linears(model: Any, names: Sequence[str], target: str) -> list[str]:
         readable = {leaf for leaf in {_leaf(name) for name in usual} if not read_as_experts(model, leaf)}
         usual = [name for name in usual if _leaf(name) in readable]
         return [name for name in usual if _is_attention(name)] if target == ATTENTION else usual
-    found = [name for name in names if name == target or name.endswith(f".{target}")]
+    found = [name for name in names if _ends_with(name, target)]
     refused = sorted({_leaf(name) for name in found if read_as_experts(model, _leaf(name))})
     if refused:
         raise ValueError(
@@ -145,6 +145,10 @@ def _is_attention(name: str) -> bool:
     return any("attn" in part or "attention" in part for part in name.split(".")[:-1])
 
 
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
@@ -157,10 +161,34 @@ def _after_index(name: str) -> str:
 
 
 def _unknown(model: nn.Module, experts: Sequence[Any], target: str) -> str:
-    leaves = sorted({_leaf(name) for name in linear_names(model)})
-    words = [EXPERTS, ALL_LINEAR, ATTENTION] if experts else [ALL_LINEAR, ATTENTION]
-    stacks = [f"{EXPERTS}.{parameter_names(experts[0])[matrix]}" for matrix in MATRICES] if experts else []
+    unsupported = _conv1d_names(model)
+    has_it = target in (ALL_LINEAR, ATTENTION) or any(_ends_with(name, target) for name in unsupported)
+    if unsupported and has_it:
+        leaves = ", ".join(sorted({_leaf(name) for name in unsupported}))
+        layers = f"its layers {leaves} are Conv1D, which adapters do not support"
+        return (
+            f"{type(model).__name__} can have no adapters on {target!r}: {layers}, only nn.Linear. "
+            "Train all its weights, without adapters (no --lora), or choose a model with linear layers"
+        )
     return (
         f"{type(model).__name__} has no linear layer and no experts named {target!r}; it has "
-        f"{', '.join([*words, *stacks, *leaves])}"
+        f"{', '.join(_known(model, experts)) or 'none at all'}"
     )
+
+
+def _known(model: nn.Module, experts: Sequence[Any]) -> list[str]:
+    """Return the words and names that stand for some layer of this model."""
+    names = linear_names(model)
+    words = [word for word in (ALL_LINEAR, ATTENTION) if _linears(model, names, word)]
+    leaves = sorted({_leaf(name) for name in names})
+    if not experts:
+        return [*words, *leaves]
+    stacks = [f"{EXPERTS}.{parameter_names(experts[0])[matrix]}" for matrix in MATRICES]
+    return [EXPERTS, *words, *stacks, *leaves]
+
+
+def _conv1d_names(model: nn.Module) -> list[str]:
+    """Return the names of transformers' Conv1D layers (GPT-2): linear layers with a transposed weight."""
+    from transformers.pytorch_utils import Conv1D
+
+    return [name for name, module in model.named_modules() if isinstance(module, Conv1D)]

@@ -60,6 +60,26 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         find_targets(use(build("Qwen3-MoE")), ("c_attn",))
 
 
+def gpt2() -> torch.nn.Module:
+    with torch.device("meta"):
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2))
+
+
+@pytest.mark.parametrize(
+    "given", [(), ("all-linear",), ("attention",), ("c_attn",), ("attn.c_proj",)], ids=str
+)
+def test_layers_of_type_conv1d_are_refused_by_their_type(given: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="GPT2LMHeadModel can have no adapters on") as caught:
+        find_targets(gpt2(), given)
+    assert "its layers c_attn, c_fc, c_proj are Conv1D, which adapters do not support" in str(caught.value)
+    assert "it has" not in str(caught.value)
+
+
+def test_words_that_would_be_refused_are_not_offered() -> None:
+    with pytest.raises(ValueError, match=r"named 'q_proj'; it has lm_head$"):
+        find_targets(gpt2(), ("q_proj",))
+
+
 def test_layers_of_shared_experts_are_refused_where_peft_reads_them_as_routed_ones() -> None:
     with pytest.raises(ValueError, match="PEFT reads down_proj of a qwen3_next model as its routed experts"):
         find_targets(use(build("Qwen3-Next")), ("shared_expert.down_proj",))
