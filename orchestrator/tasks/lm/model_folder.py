@@ -95,12 +95,20 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"{folder} has no tokenizer that can be read: {_first_line(error)}; the folder of a model needs "
-            "its tokenizer.json and tokenizer_config.json"
-        ) from None
+        raise _no_tokenizer(folder, _first_line(error)) from None
+    # Without the files of a tokenizer, transformers makes an empty one of some families, and says nothing.
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise _no_tokenizer(folder, "its vocabulary is empty")
+    return tokenizer
+
+
+def _no_tokenizer(folder: Path, reason: str) -> UserError:
+    return UserError(
+        f"{folder} has no tokenizer that can be read: {reason}; the folder of a model needs "
+        "its tokenizer.json and tokenizer_config.json: copy them there"
+    )
 
 
 def check_installed() -> None:
