@@ -137,7 +137,7 @@ def plan(
     joined = cluster is not None and cluster.joined
     facts = with_memory_settings(config, facts)
     growth = Growth.of(config, facts)
-    strategy = choose_strategy(config, inventory, in_cluster or joined)
+    strategy = choose_strategy(config, inventory, in_cluster or joined, cluster)
     if strategy.value == "single":
         setup = single_process(config, inventory, strategy)
     else:

@@ -26,10 +26,13 @@ _SINGLE = Rejected("single", "the other devices would be idle")
 _DATA_PARALLEL = Rejected("data_parallel", "set it with --parallel-strategy data_parallel")
 
 
-def choose_strategy(config: Config, inventory: Inventory, in_cluster: bool = False) -> Choice[StrategyName]:
+def choose_strategy(
+    config: Config, inventory: Inventory, in_cluster: bool = False, cluster: Cluster | None = None
+) -> Choice[StrategyName]:
     """Choose one process or several, before the model is known.
 
     ``inventory`` is this machine; ``in_cluster`` says that this process runs inside a Ray job.
+    ``cluster`` is only needed for the reason, if it is known.
     Flags decide first. Otherwise one GPU or none means a single process, and several GPUs mean one
     worker for each. The model later decides between data-parallel and expert-parallel workers
     (``settle_strategy``).
@@ -44,6 +47,8 @@ def choose_strategy(config: Config, inventory: Inventory, in_cluster: bool = Fal
         return Choice("single", f"--gpu-mode {config.device.gpu_mode} is one device", (_DATA_PARALLEL,))
     if not config.run.auto:
         return Choice("single", NO_AUTO)
+    if cluster is not None and cluster.described:
+        return Choice("data_parallel", cluster.text("GPUs"), (_SINGLE,))
     if in_cluster:
         single = Rejected("single", "would stay on one node")
         return Choice("data_parallel", "this runs inside a Ray cluster, which places the workers", (single,))

@@ -48,7 +48,7 @@ def cluster_of(spec: ClusterSpec) -> Cluster | None:
         return None
     cores = CORES_PER_GPU * spec.gpus
     nodes = [Node(f"node {number}", cores, spec.gpus, cores) for number in range(spec.nodes)]
-    return Cluster(tuple(nodes), joined=True)
+    return Cluster(tuple(nodes), joined=True, described=True)
 
 
 def larger_clusters(spec: ClusterSpec) -> Iterator[ClusterSpec]:

@@ -33,13 +33,15 @@ class Cluster:
 
     ``joined`` means that the cluster was already running, so that its slots are given; a cluster
     that the run starts declares its own. ``most_gpus`` and ``most_cpus`` are the limits of an
-    autoscaler; None without one.
+    autoscaler; None without one. ``described`` means that the user described the cluster for a plan
+    (``--cluster``), and that no Ray runs on it.
     """
 
     nodes: tuple[Node, ...]
     joined: bool
     most_gpus: int | None = None
     most_cpus: int | None = None
+    described: bool = False
 
     @classmethod
     def of(cls, inventory: Inventory, devices: Sequence[int] = ()) -> Cluster:

@@ -12,6 +12,8 @@ from orchestrator.plan.cost.described_cluster import cluster_of, inventory_of, l
 from orchestrator.plan.cost.scaling import parse_cluster
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan, plan
+from orchestrator.types import Rejected
+from tests.support.fakes.inventories import model
 from tests.support.lm.large_models import CONFIGS, PARAMETERS, LargeModel
 
 TOKENS = 512
@@ -46,6 +48,15 @@ def test_larger_clusters_fill_a_node_before_they_add_one() -> None:
     assert sizes[:4] == [(1, 7), (1, 8), (2, 8), (3, 8)]
     assert sizes == sorted(sizes)
     assert all(nodes * gpus <= 4096 for nodes, gpus in sizes)
+
+
+@pytest.mark.parametrize("in_cluster", [False, True])
+def test_the_strategy_on_a_described_cluster_says_nothing_of_ray(in_cluster: bool) -> None:
+    spec = parse_cluster("2x8xH100")
+    chosen = plan(Config(), inventory_of(spec), model(), None, cluster_of(spec), in_cluster).strategy
+    assert chosen.value == "data_parallel"
+    assert chosen.reason == "the cluster has 16 GPUs (2 nodes × 8)"
+    assert Rejected("single", "the other devices would be idle") in chosen.rejected
 
 
 def test_flops_of_a_forward_pass_are_those_of_its_products() -> None:
