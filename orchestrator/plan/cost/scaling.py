@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from orchestrator.config.nearest import did_you_mean
 from orchestrator.errors import UserError
-from orchestrator.plan.cost.devices import device_of, known_gpu, links_of
+from orchestrator.plan.cost.devices import catalogue, device_of, known_gpu, links_of
 from orchestrator.plan.cost.machine import DeviceCosts, LinkKind, Machine, Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
 from orchestrator.plan.cost.ops import MicroBatchOps
@@ -27,6 +27,8 @@ _DEFAULTS = {"nodes": "1", "gpus": "1", "gpu": "", "link": "", "net": "100gbit",
 _NET = re.compile(r"(\d+(?:\.\d+)?)\s*(gbit|gbyte)(?:/s)?")
 _SHORT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<gpus>\d+)x(?P<gpu>[a-z]\w*)")
 """``8xH100``, or ``2x8xH100`` for two nodes."""
+_COUNT_AND_GPU = re.compile(r"(?P<gpus>[1-9]\d*)?[\sx*×]*(?P<gpu>[a-z]\w*)")
+"""``H100``, ``8h100`` or ``8 x H100``: what users write who mean ``8xH100``."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def parse_cluster(text: str) -> ClusterSpec:
 
 def given_keys(text: str) -> dict[str, str]:
     """Return the keys and values of ``--cluster``."""
+    _check_one_kind(text)
     given: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         for key, value in _parse_part(part).items():
@@ -88,6 +91,19 @@ def given_keys(text: str) -> dict[str, str]:
     return given
 
 
+def _check_one_kind(text: str) -> None:
+    """Raise UserError for several groups of GPUs, such as ``4xH100,4xA100`` or ``8xH100+8xA100``."""
+    groups = [part.strip() for part in re.split("[,+]", text)]
+    matches = {group: match for group in groups if (match := _SHORT.fullmatch(group.lower()))}
+    kinds = {match["gpu"] for match in matches.values()}
+    if len(kinds) > 1:
+        each = " and ".join(f"--cluster {group}" for group in matches)
+        raise UserError(
+            f"--cluster {text}: a cluster of different GPUs cannot be planned; "
+            f"plan each kind by itself: {each}"
+        )
+
+
 def _parse_part(part: str) -> dict[str, str]:
     """Return the keys and values of ``8xH100``, or of KEY=VALUE."""
     short = _SHORT.fullmatch(part.lower())
@@ -95,12 +111,21 @@ def _parse_part(part: str) -> dict[str, str]:
         return {key: value for key, value in short.groupdict().items() if value is not None}
     key, equals, value = (piece.strip() for piece in part.partition("="))
     if not equals or key not in _DEFAULTS:
-        suggestion = did_you_mean(key, _DEFAULTS)
+        short_form = None if equals else _nearest_short_form(part)
+        suggestion = f" (did you mean {short_form}?)" if short_form else did_you_mean(key, _DEFAULTS)
         raise UserError(
             f"--cluster: {part!r} is not understood{suggestion}; give 8xH100, 2x8xH100 for two nodes, "
             f"or KEY=VALUE of {', '.join(_DEFAULTS)}"
         )
     return {key: value}
+
+
+def _nearest_short_form(part: str) -> str | None:
+    """Return ``8xH100`` for ``8h100``, and ``1xH100`` for ``H100``; None if it names no known GPU."""
+    match = _COUNT_AND_GPU.fullmatch(part.lower())
+    if match is None or match["gpu"] not in catalogue().devices:
+        return None
+    return f"{match['gpus'] or 1}x{match['gpu'].upper()}"
 
 
 def _parse_count(name: str, value: str) -> int:

@@ -50,6 +50,14 @@ def test_a_cluster_is_parsed():
         ("gpu=l4,link=nvlink", "has no NVLink"),
         ("gpu=h200,link=infiniband", "must be nvlink or pcie"),
         ("gpu=h200,nodes=1024,gpus=8", "up to 4,096"),
+        ("H100", r"'H100' is not understood \(did you mean 1xH100\?\)"),
+        ("8h100", r"did you mean 8xH100\?"),
+        ("8 x H100,net=400gbit", r"did you mean 8xH100\?"),
+        ("8h999", r"'8h999' is not understood; give 8xH100"),
+        ("4xH100,4xA100", "different GPUs cannot be planned; .* --cluster 4xH100 and --cluster 4xA100$"),
+        ("8xH100+8xA100", "different GPUs cannot be planned; .* --cluster 8xH100 and --cluster 8xA100$"),
+        ("2x8xH100+a100", "is not understood"),
+        ("4xH100,4xH100", "gpus is given twice"),
     ],
 )
 def test_a_wrong_cluster_is_refused(text: str, message: str):
