@@ -28,7 +28,7 @@ def prepare_run(
     resumed: ResumedSettings | None,
 ) -> PreparedRun:
     """Trace the task's model and plan its run on the hardware, or on a cluster. Write nothing."""
-    from orchestrator.measure.tracing.metric_names import check_watched_metric
+    from orchestrator.measure.tracing.metric_names import check_validation_metrics
     from orchestrator.measure.tracing.model_facts import model_facts
     from orchestrator.train.worker.build import watched_metric
     from orchestrator.train.worker.plan_file import earlier_global_batch, read_earlier_plan
@@ -36,8 +36,8 @@ def prepare_run(
     from orchestrator.train.worker.run_settings import all_changes
 
     config = resolved.config
-    # Refuses a metric without a direction, or of another task, before anything is written.
-    check_watched_metric(task, watched_metric(config, task).name)
+    # Refuses a metric without a direction, of another task or without values, before anything is written.
+    check_validation_metrics(task, watched_metric(config, task).name)
     device = _traced_device(config, hardware, cluster)
     precision = choose_precision(config, hardware, device).value
     facts = model_facts(task, device, precision)

@@ -210,6 +210,22 @@ def missing_metric(flag: str, name: str, returned: Collection[str]) -> str:
     return f"{flag} {name!r}{did_you_mean(name, returned)} is not among the validation metrics: {known}"
 
 
+def undeclared_update(name: str) -> str:
+    """Return the message about a tuple for which no metric with a state is declared."""
+    return (
+        f"the loss returns a tuple for the metric {name!r}, and no Metric with update is "
+        f'declared for it; declare one, as metrics={{"{name}": F1()}}, or return a sum'
+    )
+
+
+def missing_update(name: str) -> str:
+    """Return the message about a declared metric with a state that gets no values."""
+    return (
+        f"the metric {name!r} has an update, and the loss returns no values for it; "
+        f'return them as a tuple: Loss(..., metrics={{"{name}": (predictions, labels)}})'
+    )
+
+
 def as_metric(value: Any) -> Metric | None:
     """Return a metric, one of torchmetrics included; None for any other object.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from orchestrator.config.metric import declared_metrics, undeclared_update
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss, Task
 
@@ -62,3 +63,11 @@ def check_trainable(loss: Loss) -> None:
             "the task's loss does not depend on any weight that is trained; "
             "compute it from the model's output, undetached"
         )
+
+
+def check_updates_declared(task: Task, updates: Collection[str]) -> None:
+    """Raise if the loss returns a tuple for a metric that is not declared with an update."""
+    declared = declared_metrics(task)
+    for name in updates:
+        if name not in declared or not declared[name].has_state:
+            raise UserError(undeclared_update(name))

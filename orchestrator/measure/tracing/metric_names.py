@@ -1,67 +1,90 @@
-"""Finds the names of a task's validation metrics before a run starts, from the loss of two samples."""
+"""Checks a task's validation metrics before a run starts, from the loss of two samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from orchestrator.config.metric import missing_metric
+from orchestrator.config.metric import declared_metrics, missing_metric, missing_update
 from orchestrator.errors import UserError
 from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
 from orchestrator.tasks.task import Task
-from orchestrator.tasks.validate import as_loss, build_checked_model
+from orchestrator.tasks.validate import as_loss, build_checked_model, check_updates_declared
 from orchestrator.train.data import as_dataset
 
 _SAMPLES = 2  # batch norm needs more than one
 
 
-def check_watched_metric(task: Task, metric: str) -> None:
-    """Raise UserError for a metric of ``--early-stopping-metric`` that the validation does not have.
+@dataclass(frozen=True)
+class ReturnedMetrics:
+    """The names of the metrics that a loss returns in evaluation, the loss itself excluded."""
+
+    sums: Sequence[str]
+    updates: Sequence[str]
+    """Those that are tuples: the arguments of a metric's ``update``."""
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.sums, *self.updates]
+
+
+def check_validation_metrics(task: Task, watched: str) -> None:
+    """Raise UserError if the validation lacks the metric of ``--early-stopping-metric``, or if declared
+    metrics with a state and the tuples of the loss do not fit.
 
     A task whose metrics cannot be found here is checked by the workers, with a batch of their own.
     """
-    if metric == "loss":
+    stateful = [name for name, metric in declared_metrics(task).items() if metric.has_state]
+    # Building the model once more has its cost: only where there is something to compare.
+    if watched == "loss" and not stateful:
         return
-    names = validation_metrics(task)
-    if names is not None and metric not in names:
-        raise UserError(missing_metric("--early-stopping-metric", metric, names))
+    returned = validation_metrics(task)
+    if returned is None:
+        return
+    if watched not in ("loss", *returned.names):
+        raise UserError(missing_metric("--early-stopping-metric", watched, returned.names))
+    check_updates_declared(task, returned.updates)
+    for name in stateful:
+        if name not in returned.updates:
+            raise UserError(missing_update(name))
 
 
-def validation_metrics(task: Task) -> list[str] | None:
-    """Return the names of the metrics, the loss excluded; None if they cannot be found."""
+def validation_metrics(task: Task) -> ReturnedMetrics | None:
+    """Return the metrics of the validation; None if they cannot be found."""
     data = task.validation_data() if hasattr(task, "validation_data") else None
     if data is None:
         return None
     batch = first_samples(as_dataset(data), _SAMPLES, "validation")
-    for find in (_names_of_fake_loss, _names_of_loss):
-        names = _unless_it_fails(lambda find=find: find(task, batch))
-        if names is not None:
-            return names
+    for find in (_metrics_of_fake_loss, _metrics_of_loss):
+        found = _unless_it_fails(lambda find=find: find(task, batch))
+        if found is not None:
+            return found
     return None
 
 
-def _names_of_fake_loss(task: Task, batch: Any) -> list[str]:
+def _metrics_of_fake_loss(task: Task, batch: Any) -> ReturnedMetrics:
     cpu = torch.device("cpu")
     with fake_tensor_mode() as mode, cpu:
-        return _names(task, build_checked_model(task), to_fake(mode, batch, cpu))
+        return _metrics(task, build_checked_model(task), to_fake(mode, batch, cpu))
 
 
-def _names_of_loss(task: Task, batch: Any) -> list[str]:
-    return _names(task, build_checked_model(task).cpu(), batch)
+def _metrics_of_loss(task: Task, batch: Any) -> ReturnedMetrics:
+    return _metrics(task, build_checked_model(task).cpu(), batch)
 
 
 @torch.no_grad()
-def _names(task: Task, model: nn.Module, batch: Any) -> list[str]:
+def _metrics(task: Task, model: nn.Module, batch: Any) -> ReturnedMetrics:
     # A task may return other metrics in evaluation than in training.
     model.eval()
     loss, _ = as_loss(task.loss(model, batch), _SAMPLES)
-    return [*loss.metrics, *loss.updates]
+    return ReturnedMetrics(list(loss.metrics), list(loss.updates))
 
 
-def _unless_it_fails(find: Callable[[], list[str]]) -> list[str] | None:
+def _unless_it_fails(find: Callable[[], ReturnedMetrics]) -> ReturnedMetrics | None:
     # Not every model runs without data, or on a CPU; an error of the user's code is reported later,
     # with the user's frame.
     try:

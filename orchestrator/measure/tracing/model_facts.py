@@ -32,7 +32,7 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.tasks.token_loss import counting_gradient_flop
 from orchestrator.tasks.user_code import user_code
-from orchestrator.tasks.validate import as_loss, build_checked_model, check_trainable
+from orchestrator.tasks.validate import as_loss, build_checked_model, check_trainable, check_updates_declared
 from orchestrator.train.batches import tensors_of
 from orchestrator.train.checkpoint.state import model_tensors
 from orchestrator.train.data import as_dataset, num_samples
@@ -196,6 +196,7 @@ class _ForwardRun:
         ):
             loss, _ = as_loss(self.task.loss(self.model, batch), samples)
             check_trainable(loss)
+            check_updates_declared(self.task, loss.updates)
         return ForwardTrace(
             flops=flops(),
             saved=counter.total,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.config.metric import Metric
+from orchestrator.config.metric import Metric, missing_update, undeclared_update
 from orchestrator.errors import UserError
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.parts.world import World
@@ -29,10 +29,7 @@ class MetricStates:
         """Update the metrics with the values of a batch."""
         for name, values in updates.items():
             if name not in self._metrics:
-                raise UserError(
-                    f"the loss returns a tuple for the metric {name!r}, and no Metric with update is "
-                    f'declared for it; declare one, as metrics={{"{name}": F1()}}, or return a sum'
-                )
+                raise UserError(undeclared_update(name))
             self._num_updates[name] += 1
             with user_code(f"updating the metric {name}"):
                 self._metrics[name].update(*values)
@@ -57,10 +54,7 @@ class MetricStates:
         counts = world.all_reduce_max(list(self._num_updates.values()))
         for name, count in zip(self._metrics, counts, strict=True):
             if not count:
-                raise UserError(
-                    f"the metric {name!r} has an update, and the loss returns no values for it; "
-                    f'return them as a tuple: Loss(..., metrics={{"{name}": (predictions, labels)}})'
-                )
+                raise UserError(missing_update(name))
 
     def _value(self, name: str, metric: Metric) -> float:
         with user_code(f"computing the metric {name}"):

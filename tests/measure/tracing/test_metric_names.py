@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.errors import UserError
-from orchestrator.measure.tracing.metric_names import check_watched_metric, validation_metrics
+from orchestrator.measure.tracing.metric_names import check_validation_metrics, validation_metrics
+from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.tasks.metrics import F1
 from orchestrator.tasks.task import Loss
 
 
@@ -51,16 +53,63 @@ class WithoutValidation(Own):
 
 @pytest.mark.parametrize("task", [Own(), NeedsValues()])
 def test_the_names_are_those_of_an_evaluation(task: Any):
-    assert validation_metrics(task) == ["margin", "f1"]
-    check_watched_metric(task, "f1")
-    check_watched_metric(task, "loss")
+    found = validation_metrics(task)
+    assert found is not None
+    assert found.names == ["margin", "f1"]
+    check_validation_metrics(task, "f1")
+    check_validation_metrics(task, "loss")
     with pytest.raises(UserError, match=r"--early-stopping-metric 'auc' is not among .*: loss, margin, f1"):
-        check_watched_metric(task, "auc")
+        check_validation_metrics(task, "auc")
     with pytest.raises(UserError, match=r"'margn' \(did you mean 'margin'\?\) is not among"):
-        check_watched_metric(task, "margn")
+        check_validation_metrics(task, "margn")
+
+
+class WithF1(Own):
+    """A declared metric, whose values come in evaluation only."""
+
+    def __init__(self, *returned: str) -> None:
+        self.metrics: Any = {"f1": F1()}
+        self.returned = returned
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        outputs = model(batch[0])
+        labels = torch.zeros(len(batch[0]), dtype=torch.int64)
+        values = (torch.cat([outputs, outputs], 1).detach(), labels)
+        metrics = {} if model.training else dict.fromkeys(self.returned, values)
+        return Loss(outputs.sum(), len(batch[0]), metrics)
+
+
+def test_values_in_evaluation_only_are_enough():
+    task: Any = WithF1("f1")
+    check_validation_metrics(task, "loss")
+    model_facts(task, "cpu", "fp32")
+
+
+def test_a_declared_metric_without_values_is_refused():
+    task: Any = WithF1()
+    with pytest.raises(UserError, match="the metric 'f1' has an update, and the loss returns no values"):
+        check_validation_metrics(task, "loss")
+
+
+def test_a_tuple_without_a_declared_metric_is_refused():
+    task: Any = WithF1("f1", "f2")
+    with pytest.raises(UserError, match="returns a tuple for the metric 'f2', and no Metric"):
+        check_validation_metrics(task, "loss")
+
+
+class UndeclaredTuple(Own):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        total = model(batch[0]).sum()
+        return Loss(total, len(batch[0]), {"f1": (total.detach(), batch[0])})
+
+
+def test_the_first_batch_finds_a_tuple_without_a_declared_metric():
+    task: Any = UndeclaredTuple()
+    with pytest.raises(UserError, match="returns a tuple for the metric 'f1', and no Metric"):
+        model_facts(task, "cpu", "fp32")
 
 
 @pytest.mark.parametrize("task", [Broken(), WithoutValidation()])
 def test_a_task_whose_metrics_cannot_be_found_is_left_to_the_workers(task: Any):
     assert validation_metrics(task) is None
-    check_watched_metric(task, "f1")
+    check_validation_metrics(task, "f1")
