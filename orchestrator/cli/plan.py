@@ -14,6 +14,8 @@ from orchestrator.config.settings import Config
 from orchestrator.config.writer import changed_settings
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from orchestrator.train.worker.prepared_run import PreparedRun
 
 
@@ -42,40 +44,45 @@ def run(argv: Sequence[str]) -> int:
         from orchestrator.cli.scaling import show_cluster
 
         return show_cluster(resolved, options.cluster, options.calibration, options.json, options.all)
-    from orchestrator.trainer import Trainer
-
-    prepared = Trainer(config=resolved).prepare()
-    if options.json:
-        return _print_json(prepared, options.calibration)
-    return _print_tables(prepared, resolved, options)
-
-
-def _print_json(prepared: PreparedRun, calibration: Path | None) -> int:
     from rich.console import Console
 
     from orchestrator.cli.predict import step_prediction
+    from orchestrator.trainer import Trainer
+
+    # On a terminal alone, and closed before the plan is printed: it would redirect stdout.
+    with Console(stderr=True).status("tracing the model …") as status:
+        prepared = Trainer(config=resolved).prepare()
+        status.update("predicting the step …")
+        line, predicted = step_prediction(prepared, options.calibration)
+    if options.json:
+        return _print_json(prepared, predicted)
+    return _print_tables(prepared, resolved, line, options.all)
+
+
+def _print_json(prepared: PreparedRun, predicted: dict[str, Any] | None) -> int:
+    from rich.console import Console
+
     from orchestrator.train.strategies.placement import predict_placement
     from orchestrator.train.worker.prepared_run import plan_json
 
     placement = predict_placement(prepared.resolved.config, prepared.plan, prepared.facts)
     extra = {
         "experts_on_hosts": placement and placement.to_json(),
-        "predicted": step_prediction(prepared, calibration)[1],
+        "predicted": predicted,
     }
     Console().print_json(json.dumps(plan_json(prepared) | extra, default=str))
     return 0
 
 
-def _print_tables(prepared: PreparedRun, resolved: Resolved, options: PlanOptions) -> int:
+def _print_tables(prepared: PreparedRun, resolved: Resolved, step_line: str, show_all: bool) -> int:
     from rich.console import Console
     from rich.text import Text
 
     from orchestrator.cli.plan_tables import hosts_table, print_plan
-    from orchestrator.cli.predict import step_prediction
     from orchestrator.train.strategies.placement import predict_placement
 
     console = Console()
-    print_plan(console, prepared, step_prediction(prepared, options.calibration)[0], options.all)
+    print_plan(console, prepared, step_line, show_all)
     changed = [f"{name} ({resolved.origin(name)})" for name in changed_settings(resolved.config)]
     if changed:
         console.print(Text("given: " + ", ".join(changed)))

@@ -66,10 +66,11 @@ def show_cluster(
     from orchestrator.tasks.load import load_task
 
     spec = parse_cluster(text)
-    with Console(stderr=True).status("tracing the model …"):
+    with Console(stderr=True).status("tracing the model …") as status:
         task = load_task(resolved.config)
         machine, source = _cluster_machine(spec, calibration)
         planned = plan_on_cluster(resolved, task, spec, machine, source)
+        status.update("predicting the scaling …")
         recompute = planned.prepared.plan.activation_checkpointing.value
         job = _cluster_job(resolved.config, task, planned.prepared.facts, spec, machine, recompute)
         rows = scaling_rows(job, machine)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import RenderableType
+from rich.status import Status
 
 from orchestrator.cli import scaling
 from orchestrator.cli.main import main
@@ -197,3 +200,25 @@ def test_a_batch_that_is_too_large_is_told_from_a_sample_that_is(capsys: pytest.
     accumulated = json.loads(capsys.readouterr().out)["shortage"]
     assert f"use --batch-size {most} (or leave it out)" in accumulated
     assert "without --accumulation-steps" in accumulated, "two of the three sizes may be given"
+
+
+@pytest.mark.parametrize(
+    ("flags", "second"), [((), "predicting the step …"), (("--cluster", "2xL4"), "predicting the scaling …")]
+)
+def test_plan_says_what_it_is_doing(
+    flags: tuple[str, ...], second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    class RecordedStatus(Status):
+        def __init__(self, status: RenderableType, **options: Any) -> None:
+            shown.append(str(status))
+            super().__init__(status, **options)
+
+        def update(self, status: RenderableType | None = None, **options: Any) -> None:
+            shown.append(str(status))
+            super().update(status, **options)
+
+    monkeypatch.setattr("rich.status.Status", RecordedStatus)
+    assert main(["plan", *SMALL[:-2], "--gpu-mode", "auto" if flags else "cpu", *flags]) == 0
+    assert shown == ["tracing the model …", second]
