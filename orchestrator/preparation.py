@@ -15,6 +15,7 @@ from orchestrator.plan.planning import plan
 from orchestrator.plan.workers import choose_strategy
 
 if TYPE_CHECKING:
+    from orchestrator.measure.tracing.fake_batches import TrainingData
     from orchestrator.tasks.task import Task
     from orchestrator.train.worker.prepared_run import PreparedRun
     from orchestrator.train.worker.run_settings import ResumedSettings
@@ -26,8 +27,11 @@ def prepare_run(
     hardware: Inventory,
     cluster: Cluster | None,
     resumed: ResumedSettings | None,
+    data: TrainingData | None = None,
 ) -> PreparedRun:
-    """Trace the task's model and plan its run on the hardware, or on a cluster. Write nothing."""
+    """Trace the task's model and plan its run on the hardware, or on a cluster. Write nothing.
+
+    Further traces of the task may share ``data``."""
     from orchestrator.measure.tracing.metric_names import check_validation_metrics
     from orchestrator.measure.tracing.model_facts import model_facts
     from orchestrator.train.worker.build import watched_metric
@@ -40,7 +44,7 @@ def prepare_run(
     check_validation_metrics(task, watched_metric(config, task).name)
     device = _traced_device(config, hardware, cluster)
     precision = choose_precision(config, hardware, device).value
-    facts = model_facts(task, device, precision)
+    facts = model_facts(task, device, precision, data)
     earlier_plan = read_earlier_plan(resumed.folder) if resumed else {}
     global_batch = earlier_global_batch(config, earlier_plan)
     chosen = plan(config, hardware, facts, global_batch, cluster, in_cluster())

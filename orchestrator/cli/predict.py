@@ -22,6 +22,7 @@ from orchestrator.plan.planning import planned_facts
 from orchestrator.types import BF16_PRECISIONS, PrecisionName, seconds_text, speed_text
 
 if TYPE_CHECKING:
+    from orchestrator.measure.tracing.fake_batches import TrainingData
     from orchestrator.plan.cost.ops import MicroBatchOps
     from orchestrator.tasks.task import Task
     from orchestrator.train.worker.prepared_run import PreparedRun
@@ -47,12 +48,12 @@ def step_prediction(prepared: PreparedRun, calibration: Path | None) -> tuple[st
 
 
 def predict_plan(
-    prepared: PreparedRun, machine: Machine, crowding: float, source: str
+    prepared: PreparedRun, machine: Machine, crowding: float, source: str, data: TrainingData | None = None
 ) -> tuple[str, dict[str, Any] | None]:
     """Return the predicted step of a plan on a machine, as ``step_prediction`` does."""
     plan = prepared.plan
     try:
-        ops = _trace_plan(prepared)
+        ops = _trace_plan(prepared, data)
     except OrchestratorError:
         raise
     except Exception as error:  # a model that cannot be traced without data has a plan, but no prediction
@@ -75,7 +76,7 @@ def predict_plan(
     return line, prediction.to_json() | {"source": source}
 
 
-def _trace_plan(prepared: PreparedRun) -> MicroBatchOps:
+def _trace_plan(prepared: PreparedRun, data: TrainingData | None) -> MicroBatchOps:
     plan = prepared.plan
     on_gpu = plan.device.value != "cpu"
     precision = plan.precision.value
@@ -86,19 +87,27 @@ def _trace_plan(prepared: PreparedRun) -> MicroBatchOps:
     grouped = not on_gpu or (precision in BF16_PRECISIONS and min(capabilities) >= (9, 0))
     facts = planned_facts(prepared.resolved.config, prepared.facts, plan)
     recompute = plan.activation_checkpointing.value
-    tracer = make_tracer(prepared.task, facts, on_gpu, precision, grouped, recompute)
+    tracer = make_tracer(prepared.task, facts, on_gpu, precision, grouped, recompute, data)
     return tracer(plan.batch_size.value, hosts, plan.exchange_chunks.value, plan.workers.value == 1)
 
 
 def make_tracer(
-    task: Task, facts: ModelFacts, on_gpu: bool, precision: PrecisionName, grouped: bool, recompute: bool
+    task: Task,
+    facts: ModelFacts,
+    on_gpu: bool,
+    precision: PrecisionName,
+    grouped: bool,
+    recompute: bool,
+    data: TrainingData | None = None,
 ) -> Tracer:
     """Return a function that traces a micro-batch of the task; each combination is traced once.
 
     ``facts`` have the settings that take or save memory; their copies of weights are those of one device
-    that computes alone."""
+    that computes alone. All traces share ``data``."""
+    from orchestrator.measure.tracing.fake_batches import TrainingData
     from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 
+    shared = data or TrainingData(task)
     recompute_experts = facts.recomputes_experts
 
     @cache
@@ -107,7 +116,7 @@ def make_tracer(
         options = TraceOptions(
             on_gpu, precision, grouped, hosts, chunks, recompute, recompute_experts, copies
         )
-        ops = trace_micro_batch(task, samples, options)
+        ops = trace_micro_batch(task, samples, options, shared)
         return replace(ops, moments=facts.moments, averages=facts.averages)
 
     return trace

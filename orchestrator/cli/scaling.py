@@ -38,6 +38,7 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.types import BF16_PRECISIONS, PrecisionName, bytes_text, seconds_text, speed_text
 
 if TYPE_CHECKING:
+    from orchestrator.measure.tracing.fake_batches import TrainingData
     from orchestrator.tasks.task import Task
 
 COLUMNS = (
@@ -63,16 +64,18 @@ def show_cluster(
     resolved: Resolved, text: str, calibration: Path | None, as_json: bool, show_all: bool = False
 ) -> int:
     """Print the plan and the predicted scaling table of the cluster that a text describes."""
+    from orchestrator.measure.tracing.fake_batches import TrainingData
     from orchestrator.tasks.load import load_task
 
     spec = parse_cluster(text)
     with Console(stderr=True).status("tracing the model …") as status:
         task = load_task(resolved.config)
+        data = TrainingData(task)
         machine, source = _cluster_machine(spec, calibration)
-        planned = plan_on_cluster(resolved, task, spec, machine, source)
+        planned = plan_on_cluster(resolved, task, spec, machine, source, data)
         status.update("predicting the scaling …")
         recompute = planned.prepared.plan.activation_checkpointing.value
-        job = _cluster_job(resolved.config, task, planned.prepared.facts, spec, machine, recompute)
+        job = _cluster_job(resolved.config, task, planned.prepared.facts, spec, machine, recompute, data)
         rows = scaling_rows(job, machine)
     from orchestrator.train.worker.prepared_run import plan_json
 
@@ -160,7 +163,13 @@ def _cluster_machine(spec: ClusterSpec, calibration: Path | None) -> tuple[Machi
 
 
 def _cluster_job(
-    config: Config, task: Task, facts: ModelFacts, spec: ClusterSpec, machine: Machine, recompute: bool
+    config: Config,
+    task: Task,
+    facts: ModelFacts,
+    spec: ClusterSpec,
+    machine: Machine,
+    recompute: bool,
+    data: TrainingData | None = None,
 ) -> ScalingJob:
     from orchestrator.measure.tracing.step_trace import experts_of
 
@@ -169,7 +178,7 @@ def _cluster_job(
     grouped = precision in BF16_PRECISIONS and gpu.capability >= (9, 0)
     facts = with_memory_settings(config, facts)
     alone = with_weight_copies(config, facts, 1, _DEVICE, precision)
-    tracer = make_tracer(task, alone, True, precision, grouped, recompute)
+    tracer = make_tracer(task, alone, True, precision, grouped, recompute, data)
     batch = config.batch.batch_size
     if not isinstance(batch, int):
         batch = _largest_fitting_batch(tracer, machine.device, config.batch.gpu_memory_fraction)

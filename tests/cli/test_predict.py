@@ -16,6 +16,8 @@ from orchestrator.cli.main import main
 from orchestrator.plan.cost.calibration import VERSION, Calibration, Profile, write_calibration
 from orchestrator.plan.cost.machine import Interconnect, Link
 from orchestrator.plan.inventory.hardware import inventory
+from orchestrator.tasks.synthetic import Synthetic
+from orchestrator.tasks.task import TensorData
 from tests.support.fakes.cost_machines import device
 
 SMALL = (
@@ -222,3 +224,18 @@ def test_plan_says_what_it_is_doing(
     monkeypatch.setattr("rich.status.Status", RecordedStatus)
     assert main(["plan", *SMALL[:-2], "--gpu-mode", "auto" if flags else "cpu", *flags]) == 0
     assert shown == ["tracing the model …", second]
+
+
+def test_a_plan_for_a_cluster_reads_data_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    generate = Synthetic.train_data
+
+    def counted(task: Synthetic) -> TensorData:
+        data = generate(task)
+        reads.append(len(data))
+        return data
+
+    monkeypatch.setattr(Synthetic, "train_data", counted)
+    sizes = "--task synthetic --width 16 --layers 1 --experts 4 --samples 64 --batch-size 8"
+    assert main(["plan", *sizes.split(), "--cluster", "2xL4"]) == 0
+    assert reads == [64]

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from orchestrator.errors import UserError
-from orchestrator.tasks.task import Gatherable
+from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.train.batches import to_device
+from orchestrator.train.data import as_dataset
 from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.first_samples import with_random_access
 from orchestrator.train.loading import LoaderOptions
@@ -31,6 +32,25 @@ def fake_tensor_mode() -> Iterator[FakeTensorMode]:
             yield mode
     finally:
         logger.disabled = before
+
+
+class TrainingData:
+    """The training data of a task for several traces.
+
+    Data in memory is read once. Other data is read for each trace: an iterator may end after the first.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._in_memory: Gatherable | None = None
+
+    def read(self) -> Any:
+        if self._in_memory is not None:
+            return self._in_memory
+        data = as_dataset(self._task.train_data())
+        if isinstance(data, Gatherable):
+            self._in_memory = data
+        return data
 
 
 def first_samples(data: Any, count: int, split: str = "training") -> Any:

@@ -23,7 +23,7 @@ from experts.transformers.router_bias import has_router_biases
 from orchestrator.data.ray_rows import RayRows
 from orchestrator.data.source import LoaderSettings
 from orchestrator.errors import OrchestratorError, UserError
-from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
+from orchestrator.measure.tracing.fake_batches import TrainingData, fake_tensor_mode, first_samples, to_fake
 from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.measure.tracing.repeated_blocks import trace_few_blocks
@@ -85,11 +85,14 @@ class _TracedModel:
         return ForwardTrace(*differences)
 
 
-def model_facts(task: Task, device_name: str, precision: PrecisionName) -> ModelFacts:
-    """Return the facts of a task for a device and a precision."""
+def model_facts(
+    task: Task, device_name: str, precision: PrecisionName, training: TrainingData | None = None
+) -> ModelFacts:
+    """Return the facts of a task for a device and a precision; further traces may share ``training``."""
     device = torch.device(device_name)
+    training = training or TrainingData(task)
     with user_code("reading the training data"):
-        data = as_dataset(task.train_data())
+        data = training.read()
     with user_code("reading the validation data"):
         validation = task.validation_data() if hasattr(task, "validation_data") else None
     small = first_samples(data, _SMALL_BATCH)

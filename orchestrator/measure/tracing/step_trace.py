@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.bank import ExpertBank
-from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
+from orchestrator.measure.tracing.fake_batches import TrainingData, fake_tensor_mode, first_samples, to_fake
 from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.measure.tracing.repeated_blocks import trace_few_blocks
@@ -32,7 +32,6 @@ from orchestrator.measure.tracing.traced_experts import (
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import as_loss, build_checked_model
-from orchestrator.train.data import as_dataset
 from orchestrator.train.parts.precision import autocast, store_frozen
 from orchestrator.train.parts.recompute import block_lists, recompute_blocks
 from orchestrator.types import PrecisionName
@@ -59,14 +58,17 @@ class TraceOptions:
     """The optimizer keeps copies of large experts' weights in bf16."""
 
 
-def trace_micro_batch(task: Task, samples: int, options: TraceOptions | None = None) -> MicroBatchOps:
+def trace_micro_batch(
+    task: Task, samples: int, options: TraceOptions | None = None, data: TrainingData | None = None
+) -> MicroBatchOps:
     """Return the operations of one micro-batch on one device, forward and backward.
 
     With several hosts they are those of the first host. Each host has ``samples``, and the tokens
-    are spread evenly over the experts.
+    are spread evenly over the experts. ``data`` may have been read by an earlier trace.
     """
     options = options or TraceOptions()
-    batch = first_samples(as_dataset(task.train_data()), samples)
+    data = data or TrainingData(task)
+    batch = first_samples(data.read(), samples)
     with fake_tensor_mode() as mode, ExitStack() as stack:
         model = build_checked_model(task)
         store_frozen(model, options.precision)
