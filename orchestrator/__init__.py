@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from orchestrator.tasks.task import Loss, Task, TensorData
     from orchestrator.tasks.token_file import TokenFile
     from orchestrator.trainer import Trainer
+    from orchestrator.weights import load_weights
 
 _HOMES = {
     "AUC": "orchestrator.tasks.metrics",
@@ -50,6 +51,7 @@ _HOMES = {
     "read_expert_graph": "orchestrator.report.run.graph_files",
     "read_run": "orchestrator.report.run.frames",
     "read_sweep": "orchestrator.report.sweep.frames",
+    "load_weights": "orchestrator.weights",
 }
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "Trainer",
     "check",
     "draw_report",
+    "load_weights",
     "read_expert_graph",
     "read_run",
     "read_sweep",

@@ -40,7 +40,7 @@ LAYERS = (
 and from lower ones."""
 
 LEAVES = {"orchestrator.types", "orchestrator.errors", "orchestrator.redaction"}
-_API_MODULES = ("trainer", "training_run", "preparation", "result", "sweeps", "evaluations")
+_API_MODULES = ("trainer", "training_run", "preparation", "result", "weights", "sweeps", "evaluations")
 API = {"orchestrator"} | {f"orchestrator.{name}" for name in _API_MODULES}
 ENTRY_POINTS = {"orchestrator.__main__"}
 

@@ -154,8 +154,8 @@ def _config_folder(given: str | None, config: Config, checkpoint: Path) -> Path:
     if name is None:
         raise UserError(
             f"the run trains the task {config.task}, whose model is not known as one of transformers; if it "
-            "is one, give the folder with its config.json: --model FOLDER. Checkpoints of other models are "
-            "safetensors files already"
+            "is one, give the folder with its config.json: --model FOLDER. Of any other model a "
+            "program gets the weights: orchestrator.load_weights(model, RUN)"
         )
     return model_folder(name, with_weights=False)
 

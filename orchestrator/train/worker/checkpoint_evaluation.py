@@ -11,13 +11,11 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.log import SilentLog
 from orchestrator.tasks.generation import GenerationOptions
-from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import read_progress
 from orchestrator.train.checkpoint.restore import restore_model
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evaluation.generation import find_prompts, generate
-from orchestrator.train.parts.weight_average import SLOT
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.build import build_evaluation
 from orchestrator.train.worker.build_model import ModelParts, build_parts
@@ -77,20 +75,10 @@ def _restore(config: Config, start: StartPoint, parts: ModelParts) -> int:
     averaged = config.optim.evaluate_ema
     not_needed = remote_expert_names(parts.model)
     contents = load_named(str(config.checkpoint.resume), start, not_needed, weight_kinds(averaged))
-    restore_model(_averaged(contents) if averaged else contents, parts.model)
+    restore_model(with_average(contents) if averaged else contents, parts.model)
     step = read_progress(contents.state).step
     use_priors(parts.model, step)
     return step
-
-
-def _averaged(contents: Contents) -> Contents:
-    """Return the contents with the average in place of the weights."""
-    if not any(key.startswith(f"{SLOT}/") for key in contents.tensors["optimizer"]):
-        raise UserError(
-            "--evaluate-ema: the checkpoint has no average of the weights, which a run keeps with "
-            "--ema-decay; give --no-evaluate-ema"
-        )
-    return with_average(contents)
 
 
 class _BatchCounter:

@@ -66,7 +66,7 @@ def final_model(
         chosen = replace(chosen, step=read_progress(contents.state).step)
     model = _built_model(prepared.task) if live_model is None else live_model
     if contents is not None:
-        _restore_weights(model, with_average(contents) if averaged else contents)
+        restore_weights(model, with_average(contents) if averaged else contents)
     for _, layer in gated_layers(model):
         layer.statistics = None  # a part of the training
     log.write("final", **asdict(chosen), seconds=perf_counter() - began_s)
@@ -132,6 +132,11 @@ def weight_kinds(averaged: bool) -> frozenset[str]:
 def with_average(contents: Contents) -> Contents:
     """Return a checkpoint's contents with the average in place of the weights that have one."""
     prefix = f"{SLOT}/"
+    if not any(key.startswith(prefix) for key in contents.tensors["optimizer"]):
+        raise UserError(
+            "the checkpoint has no average of the weights, which a run keeps with --ema-decay; use its "
+            "weights: --no-evaluate-ema, or average=False of load_weights"
+        )
     averages = {
         key.removeprefix(prefix): tensor
         for key, tensor in contents.tensors["optimizer"].items()
@@ -141,7 +146,7 @@ def with_average(contents: Contents) -> Contents:
     return replace(contents, tensors={**contents.tensors, "model": weights})
 
 
-def _restore_weights(model: nn.Module, contents: Contents) -> None:
+def restore_weights(model: nn.Module, contents: Contents) -> None:
     """Restore the weights of a checkpoint into a whole model, whose experts may be others."""
     try:
         check_experts(contents, model)
