@@ -37,6 +37,8 @@ class LoaderOptions:
     """Samples of a source that are shuffled together; 0 keeps the order of the source."""
     skip_bad: bool = False
     """Whether samples that cannot be loaded are left out."""
+    purpose: str | None = None
+    """What the samples are read for, in messages. None: the training, or an evaluation without a seed."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.errors import TaskFailed
+from orchestrator.errors import TaskFailed, UserError
+from orchestrator.measure.tracing.fake_batches import first_samples
 from orchestrator.train.data import Feed
 from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.loading import LoaderOptions
@@ -91,6 +92,29 @@ def test_an_error_of_an_evaluation_says_so() -> None:
     feed = make_feed(OneIsGone(), seed=None)
     with pytest.raises(TaskFailed, match="reading sample 7 for an evaluation"):
         list(feed.steps(0))
+
+
+def test_an_error_of_a_first_batch_names_no_evaluation() -> None:
+    class AllAreGone(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            raise FileNotFoundError("gone")
+
+    with pytest.raises(TaskFailed, match="reading sample 0 for a first batch of the training data"):
+        first_samples(AllAreGone(), 2)
+
+
+def test_a_dict_of_tensors_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"is a dict with the keys 'x', 'y', which is not .*TensorData\(x, y\)"
+    ):
+        make_feed({"x": torch.ones(8, 2), "y": torch.ones(8)})
+
+
+def test_items_may_be_dicts() -> None:
+    samples = [{"x": torch.ones(2), "y": index} for index in range(8)]
+    for data in (samples, dict(enumerate(samples))):
+        batch = next(make_feed(data, seed=None).steps(0)).micro_batches[0].fetch()
+        assert batch["y"].tolist() == [0, 1, 2, 3]
 
 
 def test_loading_preserves_the_random_state_of_the_training_process() -> None:

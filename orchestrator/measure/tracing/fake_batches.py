@@ -66,7 +66,7 @@ def first_samples(data: Any, count: int, split: str = "training") -> Any:
         global_batch=count,
         micro_batch=count,
         seed=None,
-        loader=LoaderOptions(),
+        loader=LoaderOptions(purpose=f"a first batch of the {split} data"),
     )
     return next(feed.steps(0)).micro_batches[0].fetch()
 

@@ -53,7 +53,7 @@ class IndexedFeed(Feed):
         self._loader: BatchLoader | None = None
         self._bytes_on_device = 0
         if not isinstance(self.data, Gatherable):
-            purpose = EVALUATION if seed is None else TRAINING
+            purpose = loader.purpose or (EVALUATION if seed is None else TRAINING)
             self._loader = BatchLoader(self.data, loader, world.device, purpose)
         elif loader.on_device:
             self.data = self.data.to(world.device)

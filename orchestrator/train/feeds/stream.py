@@ -64,7 +64,7 @@ class StreamFeed(Feed):
         self.hooks = CursorHooks()
         self.skips_bad = loader.skip_bad
         self._source = source
-        purpose = EVALUATION if seed is None else TRAINING
+        purpose = loader.purpose or (EVALUATION if seed is None else TRAINING)
         self._loader = BatchLoader(_DecodedItems(source), loader, world.device, purpose)
         # Evaluation, which has no seed, keeps the order of the source.
         self._buffer = loader.shuffle_buffer if seed is not None else 0

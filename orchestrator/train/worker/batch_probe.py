@@ -204,7 +204,7 @@ def first_batch(data: Any, world: World, size: int, passes: int = 1) -> StepBatc
         loaded = to_device(data.gather(torch.arange(size) % len(data)), world.device, pin=False)
     else:
         repeated = _Repeated(data, size)
-        options = LoaderOptions()
+        options = LoaderOptions(purpose="a measurement")
         feed = open_feed(
             repeated,
             world,
