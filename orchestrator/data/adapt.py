@@ -42,8 +42,8 @@ def _not_a_mapping(data: Mapping[Any, Any]) -> str:
     more = ", …" if len(data) > _SHOWN_KEYS else ""
     return (
         f"the data is a {type(data).__name__} with the keys {keys}{more}, which is not a data set: "
-        "data[i] must be sample i. Give the tensors as TensorData(x, y), whose batches are tuples, or a data set "
-        "whose items are dicts, which become dicts of batches (docs/data.md)"
+        "data[i] must be sample i. Give the tensors as TensorData(x, y), whose batches are tuples, or a "
+        "data set whose items are dicts, which become dicts of batches (docs/data.md)"
     )
 
 

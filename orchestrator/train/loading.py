@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from orchestrator.errors import UserError
 from orchestrator.tasks.user_code import user_code
+from orchestrator.train.batches import tensors_of
 from orchestrator.types import first_line
 
 MAX_TRIED = 10_000
@@ -140,7 +141,7 @@ class _RequestedBatches(Dataset[Any]):
 
     def _load(self, request: BatchRequest) -> LoadedBatch:
         seed_all(request.seed)
-        collate = getattr(self.data, "collate", default_collate)
+        collate = getattr(self.data, "collate", _stack)
         samples: list[Any] = []
         faults: list[str] = []
         for key in request.keys:
@@ -162,6 +163,22 @@ class _RequestedBatches(Dataset[Any]):
 
     def _name_of(self, key: Any) -> str:
         return self.data.name_of(key) if hasattr(self.data, "name_of") else f"sample {key}"
+
+
+def _stack(samples: list[Any]) -> Any:
+    """Return the samples as a batch, as torch does; UserError for samples of different sizes."""
+    try:
+        return default_collate(samples)
+    except RuntimeError as error:
+        shapes = {tuple(tuple(tensor.shape) for tensor in tensors_of(sample)) for sample in samples}
+        # In a loader process torch says only that it cannot resize a storage.
+        if len(shapes) == 1 and "equal size" not in str(error):
+            raise
+        raise UserError(
+            f"the samples of a batch have different sizes ({first_line(error)}); equal ones are needed to "
+            "stack them. Pad the samples, or give the data set a method collate(samples) that makes a batch, "
+            "or give a DataLoader with a collate_fn (docs/data.md)"
+        ) from None
 
 
 class RandomState:

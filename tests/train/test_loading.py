@@ -110,6 +110,13 @@ def test_a_dict_of_tensors_is_refused() -> None:
         make_feed({"x": torch.ones(8, 2), "y": torch.ones(8)})
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_different_sizes_are_refused_with_a_remedy(workers: int) -> None:
+    feed = make_feed([torch.ones(1 + index) for index in range(8)], loader_workers=workers)
+    with closing(feed), pytest.raises(UserError, match=r"^the samples .*Pad .*collate\(samples\)"):
+        next(feed.steps(0))
+
+
 def test_items_may_be_dicts() -> None:
     samples = [{"x": torch.ones(2), "y": index} for index in range(8)]
     for data in (samples, dict(enumerate(samples))):
