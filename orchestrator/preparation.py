@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from orchestrator.config.metric import split_metric
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.plan.compute import choose_precision
@@ -41,7 +42,9 @@ def prepare_run(
 
     config = resolved.config
     # Refuses a metric without a direction, of another task or without values, before anything is written.
-    check_validation_metrics(task, watched_metric(config, task).name)
+    # The name first: the direction of a metric that the task does not have is of no use.
+    check_validation_metrics(task, split_metric(config.run.early_stopping_metric)[0])
+    watched_metric(config, task)
     device = _traced_device(config, hardware, cluster)
     precision = choose_precision(config, hardware, device).value
     facts = model_facts(task, device, precision, data)

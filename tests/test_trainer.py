@@ -258,8 +258,8 @@ def test_a_used_folder_is_refused_before_a_cluster_starts(
 
 
 def test_an_unknown_metric_is_refused_before_there_is_a_run_folder(tmp_path: Path) -> None:
-    for name, message in (("acuracy", "did you mean 'accuracy'"), ("f1", "not among the validation metrics")):
-        with pytest.raises(UserError, match=message):
+    for name in ("acuracy", "f1"):  # without and with a known direction
+        with pytest.raises(UserError, match=f"{name!r} is not among the validation metrics: loss"):
             trainer(settings(tmp_path, early_stopping_metric=name), validation=blobs(8)).fit()
         assert not (tmp_path / "run").exists()
 

@@ -235,6 +235,12 @@ MISTAKES = {
         cause="ValueError: line 0",
         files=own_task(loss="raise ValueError('\\n'.join(f'line {i}' for i in range(99)))"),
     ),
+    "metric that no loss returns, of unknown direction": mistake(
+        "train",
+        *("--task", "digits"),
+        *("--early-stopping-metric", "f2"),
+        cause="--early-stopping-metric 'f2' is not among the validation metrics: loss, accuracy",
+    ),
     "task that lacks loss": mistake(
         *TRAIN_OWN_TASK,
         cause="task 'mine:Mine' lacks loss",
