@@ -81,7 +81,7 @@ def _load_user_task(name: str, config: Config) -> Task:
     if missing:
         raise UserError(
             f"task {name!r} lacks {', '.join(missing)}; a task needs {', '.join(REQUIRED_MEMBERS)}: "
-            "see orchestrator/tasks/task.py"
+            "see docs/own-model.md"
         )
     _check_spelling(name, task)
     return task
