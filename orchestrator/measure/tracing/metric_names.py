@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class ReturnedMetrics:
     sums: Sequence[str]
     updates: Sequence[str]
     """Those that are tuples: the arguments of a metric's ``update``."""
+    of_any_batch: bool = False
+    """Whether no value of a batch decides which there are: then these are all."""
 
     @property
     def names(self) -> list[str]:
@@ -49,7 +51,7 @@ def check_validation_metrics(task: Task, watched: str) -> None:
         raise UserError(missing_metric("--early-stopping-metric", watched, returned.names))
     check_updates_declared(task, returned.updates)
     for name in stateful:
-        if name not in returned.updates:
+        if returned.of_any_batch and name not in returned.updates:
             raise UserError(missing_update(name))
 
 
@@ -69,7 +71,8 @@ def validation_metrics(task: Task) -> ReturnedMetrics | None:
 def _metrics_of_fake_loss(task: Task, batch: Any) -> ReturnedMetrics:
     cpu = torch.device("cpu")
     with fake_tensor_mode() as mode, cpu:
-        return _metrics(task, build_checked_model(task), to_fake(mode, batch, cpu))
+        found = _metrics(task, build_checked_model(task), to_fake(mode, batch, cpu))
+        return replace(found, of_any_batch=True)  # fake tensors have no values
 
 
 def _metrics_of_loss(task: Task, batch: Any) -> ReturnedMetrics:

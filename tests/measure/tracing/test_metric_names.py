@@ -91,6 +91,19 @@ def test_a_declared_metric_without_values_is_refused():
         check_validation_metrics(task, "loss")
 
 
+class SometimesF1(WithF1):
+    """Values for batches with a large sum alone, which the first one does not have."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.returned = ("f1",) if batch[0].abs().sum() > 1e9 else ()
+        return super().loss(model, batch)
+
+
+def test_a_metric_of_some_batches_is_left_to_the_evaluation():
+    task: Any = SometimesF1()
+    check_validation_metrics(task, "loss")
+
+
 def test_a_tuple_without_a_declared_metric_is_refused():
     task: Any = WithF1("f1", "f2")
     with pytest.raises(UserError, match="returns a tuple for the metric 'f2', and no Metric"):
