@@ -120,7 +120,10 @@ def test_a_task_may_be_an_object(user_folder: Path) -> None:
         ("my_tasks:Misspelt", r"has 'validaton_data', which .+ \(did you mean 'validation_data'\?\)"),
         ("my_tasks:MisspeltAttribute", "did you mean 'metrics'"),
         ("my_tasks:American", "did you mean 'initialise'"),
-        ("my_tasks:Unfinished", "lacks train_data, loss; a task needs build_model, train_data, loss: see docs/own-model.md"),
+        (
+            "my_tasks:Unfinished",
+            "lacks train_data, loss; a task needs build_model, train_data, loss: see docs/own-model.md",
+        ),
     ],
 )
 def test_a_wrong_name_is_explained(name: str, message: str, user_folder: Path) -> None:
