@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 def load_weights(model: nn.Module, checkpoint: str | Path, average: bool = False) -> int:
     """Load the weights of a checkpoint, or of the best one of a run, into a model. Return their step.
 
-    ``checkpoint`` is a folder or an address. The model has the sizes that were trained; experts that were
-    born, merged or pruned since are built. With ``average`` it gets the average of ``--ema-decay``.
-    Nothing is unpickled.
+    ``checkpoint`` is a folder or an address. The model has the sizes that the run began with; experts
+    that were born, merged or pruned in it are built. With ``average`` it gets the average of
+    ``--ema-decay``. Nothing is unpickled.
     """
     from orchestrator.plan.inventory.hardware import results_folder
     from orchestrator.train.checkpoint.files import load

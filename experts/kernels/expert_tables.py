@@ -104,7 +104,7 @@ def refuse_second_pass(ctx: Any) -> None:
     ctx.is_used = True
 
 
-def overwrite(hidden: Tensor) -> None:
+def mark_overwritten(hidden: Tensor) -> None:
     """Mark hidden rows as overwritten by a backward pass.
 
     Its operator does not declare it: a compiler would copy them first. None but the forward pass of the same

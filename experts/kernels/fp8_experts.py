@@ -20,8 +20,8 @@ from experts.kernels.expert_tables import (
     Rows,
     divided,
     gradients_like,
+    mark_overwritten,
     new_tables,
-    overwrite,
     refuse_second_pass,
     results_like,
     tables,
@@ -114,8 +114,8 @@ def _compute_backward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the gradients of tokens and weights, and those of the matrices if they are trained.
 
-    The hidden rows are overwritten: see ``overwrite``."""
-    overwrite(hidden)
+    The hidden rows are overwritten: see ``mark_overwritten``."""
+    mark_overwritten(hidden)
     weights_R, counts_L, row_TK = Rows(*rows)
     weights_R = weights_R.contiguous()
     num_rows = len(weights_R)

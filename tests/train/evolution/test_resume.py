@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from experts.model import structure_of
 from experts.structure import LayerStructure
+from orchestrator import load_weights
 from orchestrator.config.settings import Config
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.record.callbacks.callbacks import CallbackRunner
 from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.record.screen.screen import Screen
+from orchestrator.tasks.task import Task
 from orchestrator.train.checkpoint.saved_experts import SavedExperts
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
@@ -125,6 +129,31 @@ def test_weights_of_a_changed_model_start_another_run(whole: Path, tmp_path: Pat
     checkpoint = whole / "checkpoints" / f"step_{step:08d}"
     run(tmp_path / "run", max_steps=2, init_from=checkpoint, evolution="off")
     assert len(losses_in(tmp_path / "run")) == 2
+
+
+@torch.no_grad()
+def validation_loss(task: Task, model: nn.Module) -> float:
+    """Return the mean loss over the validation data, in one batch."""
+    data = task.validation_data()
+    loss = task.loss(model.eval(), data.gather(torch.arange(len(data))))
+    return float(loss.sum / loss.count)
+
+
+@pytest.mark.parametrize("moment", ["a twin", "the ramp", "after a merge"])
+def test_another_program_gets_the_experts_of_a_changed_model(
+    whole: Path, moment: str, tmp_path: Path
+) -> None:
+    step = steps_to_resume_at(whole)[moment]
+    copy_until(whole, tmp_path / "run", step)
+    task = prepare(tmp_path / "other").task
+    model = task.build_model()
+    assert load_weights(model, tmp_path / "run") == step
+    number = next(change["experts"] for change in reversed(changes_in(whole)) if change["step"] <= step)
+    (layer,) = structure_of(model)
+    assert len(layer.experts) == number
+    assert not layer.is_initial
+    result = Trainer(config=Config.of(**EVOLVING), quiet=True).evaluate(tmp_path / "run")
+    assert validation_loss(task, model) == pytest.approx(result.loss, rel=1e-5)
 
 
 def resume_on_host(rank: int, size: int, store: str, run_dir: Path) -> None:
