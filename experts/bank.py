@@ -181,10 +181,10 @@ class ExpertBank(nn.Module):
 
     @torch.no_grad()
     def materialise(self) -> None:
-        """Give memory, filled with zeros, to weights that have none."""
+        """Give memory on the default device, filled with zeros, to weights that have none."""
         for group, role, stack in list(self.stacks()):
             if stack.is_meta:
-                zeros = torch.zeros_like(stack, device="cpu")
+                zeros = torch.zeros_like(stack, device=torch.get_default_device())
                 parameter = nn.Parameter(zeros, requires_grad=stack.requires_grad)
                 self.register_parameter(f"{role}_{group.hidden}", parameter)
 

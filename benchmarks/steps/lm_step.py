@@ -76,11 +76,11 @@ def _write_model(folder: Path, arguments: argparse.Namespace) -> Path:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer without use: the data has tokens already."""
+    """Write a tokenizer with one word: the data has tokens already."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
+    backend = Tokenizer(models.WordLevel({"<eos>": 0, "word": 1}, unk_token="<eos>"))
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(folder)
 
 

@@ -57,7 +57,7 @@ def take_bank(experts: Any) -> ExpertBank:
 def _device(bank: ExpertBank) -> torch.device:
     """Return the device for a bank's buffers. They have memory even where the weights have none yet."""
     device = next(bank.parameters()).device
-    return torch.device("cpu") if device.type == "meta" else device
+    return torch.get_default_device() if device.type == "meta" else device
 
 
 @torch.no_grad()

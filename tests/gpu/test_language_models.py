@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from orchestrator.config.settings import Config
+from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.types import PrecisionName
 from tests.support.hosts.gpu_ranks import rank_device, skip_without
 from tests.support.hosts.ranks import run_ranks
 from tests.support.lm.language_models import FilledLanguageModel, lm_config
@@ -46,6 +49,16 @@ def _free_memory() -> None:
     """Return memory that earlier tests of this process have cached; the ranks need it."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("lora", [None, 4])
+def test_a_plan_traces_the_model_on_a_gpu_without_building_it(
+    config: Config, lora: int | None, precision: PrecisionName
+) -> None:
+    """Otherwise large models are refused, and small ones run on the CPU."""
+    facts = model_facts(LanguageModel(config.but(lora=lora)), "cuda:0", precision)
+    assert facts.method == f"traced for cuda in {precision}"
 
 
 def lm_losses(config: Config, world: World, sharding: str) -> list[float]:

@@ -64,12 +64,12 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def _allocate(model: nn.Module, without: set[nn.Parameter]) -> None:
-    """Give parameters memory. Tied ones stay one."""
+    """Give parameters memory on the default device. Tied ones stay one."""
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta and parameter not in without:
                 if parameter not in allocated:
-                    empty = torch.empty_like(parameter, device="cpu")
+                    empty = torch.empty_like(parameter, device=torch.get_default_device())
                     allocated[parameter] = nn.Parameter(empty, parameter.requires_grad)
                 setattr(module, name, allocated[parameter])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
+from orchestrator.measure.tracing.fake_batches import fake_tensor_mode
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.trainer import Trainer
 from tests.support.lm.language_models import EXPERTS, DoubleLanguageModel, lm_config, save_tiny_glm
@@ -25,6 +26,14 @@ GLOBAL_BATCH = 8
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return lm_config(tmp_path_factory.mktemp("lm"))
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_the_model_is_built_on_the_default_device(config: Config, lora: int | None) -> None:
+    """A plan traces it on a GPU, with fake tensors. The meta device is another one on any machine."""
+    with fake_tensor_mode(), torch.device("meta"):
+        model = LanguageModel(config.but(lora=lora)).build_model()
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"meta"}
 
 
 def reference(task: LanguageModel, weight: float) -> tuple[float, dict[str, Tensor]]:
