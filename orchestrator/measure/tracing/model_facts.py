@@ -26,6 +26,7 @@ from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.measure.tracing.fake_batches import TrainingData, fake_tensor_mode, first_samples, to_fake
 from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
 from orchestrator.measure.tracing.op_recorder import OpRecorder
+from orchestrator.measure.tracing.operator_sizes import attention_formulas
 from orchestrator.measure.tracing.repeated_blocks import trace_few_blocks
 from orchestrator.measure.tracing.traced_experts import record_experts
 from orchestrator.plan.estimate import ModelFacts
@@ -215,7 +216,8 @@ class _ForwardRun:
     def _counting_flops(self) -> Iterator[Callable[[], float]]:
         """Count the FLOP of the forward pass alone: a loss in chunks computes gradients with it."""
         if self.recorder is None:
-            with counting_gradient_flop() as gradient_flop, FlopCounterMode(display=False) as counter:
+            counter = FlopCounterMode(display=False, custom_mapping=attention_formulas())
+            with counting_gradient_flop() as gradient_flop, counter:
                 yield lambda: float(counter.get_total_flops() - gradient_flop())
         else:
             recorder = self.recorder

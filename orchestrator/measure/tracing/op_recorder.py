@@ -14,6 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from orchestrator.measure.tracing.operator_sizes import (
+    PRECISIONS,
+    attention_op,
+    convolution_ops,
+    is_attention,
+)
 from orchestrator.plan.cost.ops import (
     AttentionOp,
     MessageKind,
@@ -26,8 +32,8 @@ from orchestrator.plan.cost.ops import (
 )
 
 _ALLOCATION_BYTES = 512  # allocators round up to multiples
-_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "logits": 0}  # with the index of the first factor
+_CONVOLUTIONS = {"convolution", "convolution_backward"}
 _OPERATIONS_OF_KIND: dict[MoveKind, tuple[str, ...]] = {
     "heavy": ("gelu", "silu", "silu_backward", "exp", "sigmoid", "tanh", "pow", "erf"),
     "gelu_backward": ("gelu_backward",),
@@ -130,7 +136,8 @@ class OpRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "prim":  # a question about a tensor, such as its device
@@ -143,7 +150,12 @@ class OpRecorder(TorchDispatchMode):
             self._operations += not own
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self._sorts += self._on_gpu and _sorts(name, inputs)
-            self._record(name, inputs, results)
+            if is_attention(name):
+                self._counts[attention_op(func, args, kwargs)] += 1
+            elif name in _CONVOLUTIONS:
+                self._counts.update(convolution_ops(func, args, kwargs, output))
+            else:
+                self._record(name, inputs, results)
         for tensor in results:
             self._track_memory(tensor)
         return output
@@ -152,8 +164,6 @@ class OpRecorder(TorchDispatchMode):
         if name in _PRODUCTS:
             first = _PRODUCTS[name]
             self._counts[_product_op(*inputs[first : first + 2])] += 1
-        elif name.startswith("_scaled_dot_product"):
-            self._counts[_attention_op(inputs, "backward" in name)] += 1
         else:
             moved_bytes = sum(_touched_bytes(tensor) for tensor in (*inputs, *results))
             self._counts[MoveOp(_KINDS.get(name, "plain"), moved_bytes)] += 1
@@ -207,7 +217,7 @@ class OpRecorder(TorchDispatchMode):
         m, k, n = (inner, rows_per_expert, outer) if layout == "tn" else (rows_per_expert, inner, outer)
         self._launches += experts > 1
         self._operations += experts == 1
-        self._counts[ProductOp(m, k, n, layout, experts, _PRECISIONS[dtype], of_experts=True)] += 1
+        self._counts[ProductOp(m, k, n, layout, experts, PRECISIONS[dtype], of_experts=True)] += 1
 
     def record_move(self, kind: MoveKind, size_bytes: int) -> None:
         self._operations += 1
@@ -269,18 +279,12 @@ def _product_op(a: Tensor, b: Tensor) -> ProductOp:
         n=b.shape[-1] if b.shape[-2] == a.shape[-1] else b.shape[-2],
         layout=layout,
         batch=a.shape[0] if a.ndim == 3 else 1,
-        precision=_PRECISIONS[a.dtype],
+        precision=PRECISIONS[a.dtype],
     )
 
 
 def _is_transposed(matrix: Tensor) -> bool:
     return matrix.stride(-2) == 1 and matrix.shape[-1] > 1 and matrix.shape[-2] > 1
-
-
-def _attention_op(inputs: list[Tensor], backward: bool) -> AttentionOp:
-    query = inputs[0]
-    batch, heads, length, width = query.shape
-    return AttentionOp(batch * heads, length, width, backward, _PRECISIONS[query.dtype])
 
 
 def _touched_bytes(tensor: Tensor) -> int:

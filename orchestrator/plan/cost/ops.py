@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ProductLayout = Literal["nn", "nt", "tn"]
-"""Which of the two factors of a product is read transposed: neither, the second, or the first."""
+ProductLayout = Literal["nn", "nt", "tn", "conv"]
+"""Which of the two factors of a product is read transposed: neither, the second, or the first. ``conv`` is a
+convolution: its kernel gathers the rows of the first factor itself, and their alignment does not matter."""
 MoveKind = Literal["plain", "heavy", "gelu_backward", "norm", "norm_backward", "rows", "sort", "reduce"]
 """How an operation uses its bytes.
 
@@ -54,11 +55,12 @@ class ProductOp:
 
 @dataclass(frozen=True)
 class AttentionOp:
-    """Fused attention over the ``heads`` of all samples, each of ``length`` tokens and ``width``
-    features."""
+    """Fused attention over the ``heads`` of all samples, each of ``width`` features.
+
+    ``pairs`` of a query and a key count for each head: of causal attention those below the diagonal."""
 
     heads: int
-    length: int
+    pairs: float
     width: int
     backward: bool = False
     precision: str = "fp32"
@@ -66,12 +68,9 @@ class AttentionOp:
 
     @property
     def flops(self) -> float:
-        """FLOP of two products of length × width × length, or five in the backward pass.
-
-        The causal half above the diagonal is not computed.
-        """
+        """FLOP of two products over all pairs, or five in the backward pass."""
         products = 5 if self.backward else 2
-        return products * self.heads * float(self.length) ** 2 * self.width * self.times
+        return products * 2 * self.heads * self.pairs * self.width * self.times
 
 
 @dataclass(frozen=True)

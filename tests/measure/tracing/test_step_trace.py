@@ -158,8 +158,8 @@ def test_the_arithmetic_of_a_transformer() -> None:
     product_flops = 3 * 2 * tokens * (layers * 12 * width * width + width * vocabulary)
     assert sum(p.flops for p in ops.products) == product_flops
     assert sum(a.flops for a in ops.attentions) == layers * 7 * 4 * 32**2 * width
-    attentions = {(a.heads, a.length, a.width, a.backward) for a in ops.attentions}
-    assert attentions == {(4, 32, 64, False), (4, 32, 64, True)}
+    attentions = {(a.heads, a.pairs, a.width, a.backward) for a in ops.attentions}
+    assert attentions == {(4, 32**2 / 2, 64, False), (4, 32**2 / 2, 64, True)}
 
 
 def test_arithmetic_and_memory_grow_with_the_batch() -> None:

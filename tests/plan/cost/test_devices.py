@@ -69,7 +69,9 @@ def test_a_gpt2_small_on_an_h200_takes_its_measured_time():
     products.append(ProductOp(vocabulary, rows, width, "tn", precision="bf16"))
     gigabytes: dict[MoveKind, float] = {"plain": 24.0, "norm": 19.5, "rows": 10.3, "reduce": 2.8}
     moves = tuple(MoveOp(kind, 10**8, times=round(10 * size)) for kind, size in gigabytes.items())
-    attentions = tuple(AttentionOp(192, 1024, 64, backward, "bf16", times=12) for backward in (False, True))
+    attentions = tuple(
+        AttentionOp(192, 1024**2 / 2, 64, backward, "bf16", times=12) for backward in (False, True)
+    )
     ops = MicroBatchOps(16, tuple(products), attentions, moves, parameters=124_439_808)
     predicted = predict(ops, machine_of(parse_cluster("gpu=h200")))
     assert predicted.step_seconds == pytest.approx(0.072, rel=0.1)

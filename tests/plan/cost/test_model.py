@@ -38,7 +38,7 @@ def test_the_parts_sum_to_the_step():
 
 def test_attention_takes_its_arithmetic_for_each_micro_batch():
     """Two products of 2 heads × 16² × 8, half of each: 2 × 2 × 256 × 8 FLOP."""
-    ops = MicroBatchOps(samples=1, attentions=(AttentionOp(2, 16, 8),))
+    ops = MicroBatchOps(samples=1, attentions=(AttentionOp(2, 16**2 / 2, 8),))
     assert ops.flops == 2 * 2 * 256 * 8
     one = predict(ops, machine())
     two = predict(ops, machine(), Parallelism(micro_batches=2))

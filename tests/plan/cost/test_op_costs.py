@@ -112,11 +112,11 @@ def test_attention_runs_head_by_head_at_the_rate_of_its_direction():
     rates = {"fp32 forward": 1e9, "fp32 backward": 1e8, "bf16 forward": 1e10}
     curves = {name: PiecewiseCurve((1.0, 1e12), (1 / rate, 1e12 / rate)) for name, rate in rates.items()}
     several = device(attention=curves)
-    forward = AttentionOp(3, 16, 8, times=5)
-    assert attention_seconds(forward, several) == pytest.approx(2 * 3 * 16**2 * 8 / 1e9)
-    backward = AttentionOp(3, 16, 8, backward=True)
-    assert attention_seconds(backward, several) == pytest.approx(5 * 3 * 16**2 * 8 / 1e8)
-    bf16 = AttentionOp(3, 16, 8, precision="bf16")
-    assert attention_seconds(bf16, several) == pytest.approx(2 * 3 * 16**2 * 8 / 1e10)
-    unknown = AttentionOp(3, 16, 8, backward=True, precision="bf16")
+    forward = AttentionOp(3, 128, 8, times=5)
+    assert attention_seconds(forward, several) == pytest.approx(2 * 3 * 2 * 128 * 8 / 1e9)
+    backward = AttentionOp(3, 128, 8, backward=True)
+    assert attention_seconds(backward, several) == pytest.approx(5 * 3 * 2 * 128 * 8 / 1e8)
+    bf16 = AttentionOp(3, 128, 8, precision="bf16")
+    assert attention_seconds(bf16, several) == pytest.approx(2 * 3 * 2 * 128 * 8 / 1e10)
+    unknown = AttentionOp(3, 128, 8, backward=True, precision="bf16")
     assert attention_seconds(unknown, several) == attention_seconds(backward, several)

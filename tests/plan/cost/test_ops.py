@@ -10,15 +10,14 @@ def test_a_product_multiplies_and_adds_for_each_of_its_batch_and_times():
     assert ProductOp(2, 3, 5, batch=7, times=11).flops == 2 * 2 * 3 * 5 * 7 * 11
 
 
-def test_causal_attention_has_two_products_forward_and_five_backward():
-    """Half of each product of length × width × length is computed."""
-    assert AttentionOp(3, 16, 8, times=2).flops == 2 * 3 * 16**2 * 8 * 2
-    assert AttentionOp(3, 16, 8, backward=True).flops == 5 * 3 * 16**2 * 8
+def test_attention_has_two_products_forward_and_five_backward():
+    assert AttentionOp(3, 128, 8, times=2).flops == 2 * (2 * 3 * 128 * 8) * 2
+    assert AttentionOp(3, 128, 8, backward=True).flops == 5 * (2 * 3 * 128 * 8)
 
 
 def test_a_micro_batch_has_the_arithmetic_of_its_products_and_attentions():
-    ops = MicroBatchOps(1, products=(ProductOp(2, 3, 5),) * 2, attentions=(AttentionOp(3, 16, 8),))
-    assert ops.flops == 2 * 60 + 2 * 3 * 16**2 * 8
+    ops = MicroBatchOps(1, products=(ProductOp(2, 3, 5),) * 2, attentions=(AttentionOp(3, 128, 8),))
+    assert ops.flops == 2 * 60 + 2 * (2 * 3 * 128 * 8)
 
 
 def test_gradients_of_experts_on_one_device_are_not_reduced():

@@ -1,0 +1,98 @@
+"""The arithmetic of attention and of convolutions, from the arguments of torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestrator.plan.cost.ops import AttentionOp, ProductOp
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_ATTENTION = "_scaled_dot_product"  # begins the names of fused attention on any device
+_MASKS = ("attn_mask", "attn_bias")
+_FORWARD = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+def is_attention(name: str) -> bool:
+    """Whether an operator of this name is fused attention, forward or backward."""
+    return name.startswith(_ATTENTION)
+
+
+def attention_op(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionOp:
+    """Return the arithmetic of a call of fused attention.
+
+    A mask over as many keys as queries counts as a causal one: its values are not known here, and
+    transformers makes one in every trace, also where it would compute without one."""
+    arguments = _by_name(operator, args, kwargs)
+    query, key = arguments["query"], arguments["key"]
+    batch, heads, length, width = query.shape
+    keys = key.shape[-2]
+    is_masked = any(arguments.get(name) is not None for name in _MASKS)
+    is_causal = arguments.get("is_causal") or (is_masked and keys == length)
+    pairs = length * keys / 2 if is_causal else length * keys
+    backward = "backward" in operator._schema.name
+    return AttentionOp(batch * heads, pairs, width, backward, PRECISIONS[query.dtype])
+
+
+def convolution_ops(
+    operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+) -> list[ProductOp]:
+    """Return the product of a convolution, or those of the gradients that its backward pass computes."""
+    arguments = _by_name(operator, args, kwargs)
+    source: Tensor = arguments["input"]
+    weight: Tensor = arguments["weight"]
+    groups = arguments["groups"]
+    if arguments["transposed"]:
+        positions = _positions(source)
+        inner, outer = len(weight) // groups, weight[0].numel()
+    else:
+        positions = _positions(arguments.get("grad_output", output))
+        inner, outer = weight[0].numel(), len(weight) // groups
+    # Groups are one product: a kernel computes them together.
+    rows = positions * groups
+    precision = PRECISIONS[weight.dtype]
+    if "output_mask" not in arguments:
+        return [ProductOp(rows, inner, outer, "conv", precision=precision)]
+    of_source, of_weight, _ = arguments["output_mask"]
+    ops = []
+    if of_source:
+        ops.append(ProductOp(rows, outer, inner, "conv", precision=precision))
+    if of_weight:
+        ops.append(ProductOp(inner, rows, outer, "conv", precision=precision))
+    return ops
+
+
+def _positions(images: Tensor) -> int:
+    """Return the positions of all images, without their channels."""
+    return images.shape[0] * prod(images.shape[2:])
+
+
+def _by_name(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in operator._schema.arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def attention_formulas() -> dict[Any, Callable[..., float]]:
+    """Return the FLOP of fused attention for torch's counter.
+
+    Its own formulas count all pairs of causal attention, and none on a CPU."""
+    packets = [getattr(torch.ops.aten, name) for name in _FORWARD]
+    return {packet: _formula(packet) for packet in packets}
+
+
+def _formula(packet: Any) -> Callable[..., float]:
+    def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> float:
+        del out_val
+        return attention_op(packet.default, args, kwargs).flops
+
+    flops._get_raw = True  # the counter passes tensors, not shapes  # pyright: ignore[reportFunctionMemberAccess]
+    return flops

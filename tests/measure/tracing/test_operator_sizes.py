@@ -1,0 +1,119 @@
+"""The arithmetic of convolutions and attention, by hand: the same on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
+from orchestrator.tasks.task import Task, TensorData
+
+SAMPLES = 8
+HEADS, LENGTH, KEYS, WIDTH = 2, 24, 40, 16
+
+
+class Images(Task):
+    """A convolution of 3 × 12 × 20 pixels before one of the test's, whose input has 8 × 6 × 10."""
+
+    def __init__(self, second: nn.Module) -> None:
+        self.second = second
+
+    def build_model(self) -> nn.Module:
+        first = nn.Conv2d(3, 8, kernel_size=3, stride=2, padding=1)
+        return nn.Sequential(first, self.second)
+
+    def train_data(self) -> TensorData:
+        return TensorData(torch.randn(SAMPLES, 3, 12, 20))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).mean()
+
+
+FIRST = 2 * (6 * 10) * (3 * 9) * 8
+"""FLOP of a sample: positions × weights of an output × outputs."""
+SECONDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "plain": (lambda: nn.Conv2d(8, 16, 3), 2 * (4 * 8) * (8 * 9) * 16),
+    "strided and dilated": (lambda: nn.Conv2d(8, 4, 2, stride=2, dilation=2), 2 * (2 * 4) * (8 * 4) * 4),
+    "in groups": (lambda: nn.Conv2d(8, 16, 3, groups=4), 2 * (4 * 8) * (2 * 9) * 16),
+    "by channel": (lambda: nn.Conv2d(8, 8, 3, padding=1, groups=8), 2 * (6 * 10) * 9 * 8),
+    "transposed": (lambda: nn.ConvTranspose2d(8, 4, 2, stride=2), 2 * (6 * 10) * 8 * (4 * 4)),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", SECONDS)
+def test_the_arithmetic_of_convolutions(kind: str, device: str) -> None:
+    make, second = SECONDS[kind]
+    facts = model_facts(Images(make()), device, "fp32")
+    assert facts.flops_per_sample == FIRST + second
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("kind", SECONDS)
+def test_a_backward_pass_computes_the_gradients_of_weights_and_inputs(kind: str, on_gpu: bool) -> None:
+    """None of the pixels: the first convolution has two products, the second three."""
+    make, second = SECONDS[kind]
+    ops = trace_micro_batch(Images(make()), SAMPLES, TraceOptions(on_gpu=on_gpu))
+    assert ops.flops == SAMPLES * (2 * FIRST + 3 * second)
+    assert sum(product.times for product in ops.products) == 5
+
+
+class Attending(Task):
+    """A layer of weights before attention as the test wants it."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor], Tensor], keys: int) -> None:
+        self.attend = attend
+        self.keys = keys
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def train_data(self) -> TensorData:
+        return TensorData(torch.randn(SAMPLES, HEADS, self.keys, WIDTH))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x_BHKW = model(batch[0])
+        return self.attend(x_BHKW[:, :, :LENGTH], x_BHKW).float().mean()
+
+
+def attend(**options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda query, key: F.scaled_dot_product_attention(query, key, key, **options)
+
+
+def attend_with_mask(query: Tensor, key: Tensor) -> Tensor:
+    mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    return F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+
+
+ATTENTION: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int, float]] = {
+    "causal": (attend(is_causal=True), LENGTH, LENGTH**2 / 2),
+    "whole": (attend(), LENGTH, LENGTH**2),
+    "of other keys": (attend(), KEYS, LENGTH * KEYS),
+    "masked": (attend_with_mask, LENGTH, LENGTH**2 / 2),
+    "of other keys, masked": (attend_with_mask, KEYS, LENGTH * KEYS),
+}
+"""The call, the number of keys, and the pairs that are computed."""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_the_arithmetic_of_attention(kind: str, device: str) -> None:
+    call, keys, pairs = ATTENTION[kind]
+    facts = model_facts(Attending(call, keys), device, "fp32")
+    assert facts.method.startswith("traced"), "with fake tensors"
+    assert facts.flops_per_sample == HEADS * (2 * keys * WIDTH**2 + 2 * 2 * pairs * WIDTH)
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_the_backward_pass_of_attention_has_five_products(kind: str) -> None:
+    call, keys, pairs = ATTENTION[kind]
+    ops = trace_micro_batch(Attending(call, keys), SAMPLES)
+    found = {(op.heads, op.pairs, op.width, op.backward, op.times) for op in ops.attentions}
+    heads = SAMPLES * HEADS
+    assert found == {(heads, pairs, WIDTH, False, 1), (heads, pairs, WIDTH, True, 1)}
