@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.steps.peer_steps import free_memory, timed_steps, transformers_step
+from benchmarks.steps.peer_steps import LEARNING_RATE, free_memory, timed_steps, transformers_step
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
 from orchestrator.trainer import Trainer
@@ -105,6 +105,9 @@ def _ours(folder: Path, tokens: Path, arguments: argparse.Namespace) -> Row:
         activation_checkpointing="on",
         compile="off",
         optimizer="adamw",
+        learning_rate=LEARNING_RATE,
+        schedule="constant",
+        warmup_steps=0,
     )
     (result,) = Trainer(config=config, quiet=True).bench(iterations=arguments.steps)
     free_memory()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 WARM_UP = 3
+LEARNING_RATE = 1e-4
 
 
 def transformers_step(model: Any, ids: Tensor) -> Callable[[], float]:
@@ -20,7 +21,7 @@ def transformers_step(model: Any, ids: Tensor) -> Callable[[], float]:
 
     AdamW by torch's fused kernel and clipping; fp32 weights compute in bf16 on a GPU."""
     device = ids.device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     in_bf16 = device.type == "cuda" and model.dtype == torch.float32
     autocast = torch.autocast("cuda", torch.bfloat16) if in_bf16 else nullcontext()
 

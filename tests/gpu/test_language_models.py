@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from orchestrator.config.settings import Config
 from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.tasks.lm.output_layer import call_with_labels
 from orchestrator.tasks.lm.task import LanguageModel
+from orchestrator.tasks.token_loss import NO_LABEL
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.types import PrecisionName
 from tests.support.hosts.gpu_ranks import rank_device, skip_without
 from tests.support.hosts.ranks import run_ranks
+from tests.support.lm.families import COMMON
 from tests.support.lm.language_models import FilledLanguageModel, lm_config
 from tests.support.lm.lm_runs import GLOBAL_BATCH, PLACEMENTS, STEPS
 from tests.support.runs.steppers import make_stepper, mean_loss, run_steps
@@ -59,6 +65,52 @@ def test_a_plan_traces_the_model_on_a_gpu_without_building_it(
     """Otherwise large models are refused, and small ones run on the CPU."""
     facts = model_facts(LanguageModel(config.but(lora=lora)), "cuda:0", precision)
     assert facts.method == f"traced for cuda in {precision}"
+
+
+def large_vocabulary_gradients(chunked: bool, precision: torch.dtype) -> dict[str, Tensor]:
+    """Return the gradients of a pass over samples of 6.4 million logits, of which some have no label."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{**COMMON, "vocab_size": 50_257, "head_dim": 16})
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config)
+    model.to(GPU)
+    ids_BS = torch.randint(50_257, (4, 128), generator=torch.Generator().manual_seed(1)).to(GPU)
+    labels_BS = ids_BS.roll(-1, 1)
+    labels_BS[:, ::3] = NO_LABEL
+    inputs = {"input_ids": ids_BS, "use_cache": False}
+    with torch.autocast("cuda", torch.bfloat16, enabled=precision == torch.bfloat16):
+        if chunked:
+            outputs = call_with_labels(model, labels_BS, inputs, pytest.fail)
+            assert outputs.logits.numel() == 0, "no whole logits"
+            loss = outputs.loss
+        else:
+            logits = model(**inputs).logits.flatten(0, 1).float()
+            loss = F.cross_entropy(logits, labels_BS.flatten(), reduction="sum")
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the error of all gradients together."""
+    differences = [found[name] - gradient for name, gradient in expected.items()]
+    return norm_of(differences) / norm_of(expected.values())
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    return float(torch.cat([tensor.flatten() for tensor in tensors]).norm())
+
+
+def test_the_loss_of_a_large_vocabulary_has_the_gradients_of_whole_logits() -> None:
+    """In bf16 their error is no larger than that of whole logits, within a tenth."""
+    expected = large_vocabulary_gradients(False, torch.float32)
+    found = large_vocabulary_gradients(True, torch.float32)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert relative_error({name: found[name]}, {name: expected[name]}) < 1e-5, name
+    error = relative_error(large_vocabulary_gradients(True, torch.bfloat16), expected)
+    of_whole_logits = relative_error(large_vocabulary_gradients(False, torch.bfloat16), expected)
+    assert error < 1.1 * of_whole_logits < 0.05
 
 
 def lm_losses(config: Config, world: World, sharding: str) -> list[float]:
