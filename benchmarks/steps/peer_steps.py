@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WARM_UP = 3
+from orchestrator.measure.timed_steps import WARM_UP_STEPS
+
 LEARNING_RATE = 1e-4
 
 
@@ -38,14 +39,14 @@ def transformers_step(model: Any, ids: Tensor) -> Callable[[], float]:
 
 
 def timed_steps(step: Callable[[], float], steps: int) -> tuple[list[float], float]:
-    """Return the seconds of each step after a warm-up, and the loss of the last one."""
+    """Return the seconds of each step after the warm-up that ours have too, and the loss of the last one."""
     losses: list[float] = []
     seconds: list[float] = []
-    for _ in range(WARM_UP + steps):
+    for _ in range(WARM_UP_STEPS + steps):
         began = perf_counter()
         losses.append(step())  # waits for the device
         seconds.append(perf_counter() - began)
-    return seconds[WARM_UP:], losses[-1]
+    return seconds[WARM_UP_STEPS:], losses[-1]
 
 
 def free_memory() -> None:
