@@ -16,6 +16,7 @@ BoundBy = Literal[
     "checkpoint",
     "recovery",
     "overfitting",
+    "uneven experts",
     "unknown",
 ]
 

@@ -1,11 +1,10 @@
-"""Findings about the load of devices, hosts and experts: memory, Python, imbalance, compute."""
+"""Findings about the load of devices and hosts: memory, Python, imbalance, compute."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orchestrator.report.run.expert_load import busiest_layer, idlest_layer, layer_loads
-from orchestrator.report.run.finding import MAX_ADVICE, Finding, merge
+from orchestrator.report.run.finding import MAX_ADVICE, Finding
 from orchestrator.report.run.host_load import UNEVEN, host_load
 from orchestrator.report.run.read import RunRecord, section
 from orchestrator.report.run.stats import (
@@ -23,10 +22,6 @@ from orchestrator.types import bytes_text, flops_text, seconds_text
 # A GPU with less than this utilization, in percent, and shorter steps than this waits for Python.
 IDLE_UTILIZATION = 50.0
 SHORT_STEP_S = 0.1
-EXPERT_IMBALANCE = 2.0
-"""Ratio of the busiest expert to the even share, once the gate has settled."""
-IDLE_SHARE = 0.25
-"""Part of a layer's experts that are idle."""
 NEAR_LIMIT = 0.95
 
 
@@ -106,11 +101,10 @@ def _compile_advice(record: RunRecord, text: str) -> tuple[str, ...]:
 
 
 def imbalance_finding(record: RunRecord) -> Finding | None:
-    """Return hosts that wait for one of them, or experts with far more than their share."""
-    return merge(_uneven_hosts(record), _uneven_experts(record))
+    """Return that hosts wait for the slowest of them.
 
-
-def _uneven_hosts(record: RunRecord) -> Finding | None:
+    Uneven experts alone do not slow a run: a device computes the rows of all its experts, however they are
+    divided (``skewed_load`` in ``benchmarks/``)."""
     load = host_load(record)
     if load is None or load.imbalance is None or load.imbalance <= UNEVEN:
         return None
@@ -127,7 +121,7 @@ def _uneven_hosts(record: RunRecord) -> Finding | None:
         advice.append(
             "--balance-bias 0.001: steers the gate towards experts with few rows, without a loss term"
         )
-    return Finding("imbalance", (evidence,), tuple(advice) or (_balance_loss_advice(record),))
+    return Finding("imbalance", (evidence,), tuple(advice) or (balance_loss_advice(record),))
 
 
 def placement_advice(record: RunRecord) -> tuple[str, ...]:
@@ -146,30 +140,7 @@ def placement_advice(record: RunRecord) -> tuple[str, ...]:
     return ()
 
 
-def _uneven_experts(record: RunRecord) -> Finding | None:
-    """Return an expert with far more than its share, or many with none.
-
-    With few experts or a large top-k only the second can occur.
-    """
-    layers = layer_loads(record)
-    evidence = []
-    busiest = busiest_layer(layers)
-    if busiest is not None and busiest[1] >= EXPERT_IMBALANCE:
-        layer, ratio = busiest
-        evidence.append(f"the busiest expert of layer {layer} receives {ratio:.1f} times its even share")
-    idlest = idlest_layer(layers)
-    if idlest is not None and idlest[1] >= IDLE_SHARE * idlest[2]:
-        layer, num_idle, num_experts = idlest
-        evidence.append(f"{num_idle} of {num_experts} experts of layer {layer} receive almost no tokens")
-    if not evidence:
-        return None
-    advice = [_balance_loss_advice(record)]
-    if not _is_language_model(record):
-        advice.append("fewer --experts, or a larger --top-k, if some stay idle to the end")
-    return Finding("imbalance", tuple(evidence), tuple(advice))
-
-
-def _is_language_model(record: RunRecord) -> bool:
+def is_language_model(record: RunRecord) -> bool:
     """Return whether a configuration of transformers fixes the experts."""
     return record.fact("task") == "lm"
 
@@ -177,13 +148,13 @@ def _is_language_model(record: RunRecord) -> bool:
 def _takes_balance_bias(record: RunRecord) -> bool:
     """Return whether the task takes --balance-bias: few families of language models have routing biases,
     and --lora leaves them as they are."""
-    if not _is_language_model(record):
+    if not is_language_model(record):
         return True
     has_biases = section(record.plan, "model").get("router_biases") is True
     return has_biases and section(record.config, "model").get("lora") is None
 
 
-def _balance_loss_advice(record: RunRecord) -> str:
+def balance_loss_advice(record: RunRecord) -> str:
     weight = section(record.config, "moe").get("balance_loss")
     if not isinstance(weight, int | float):
         return "--balance-loss 0.02: pulls the gate towards even use"

@@ -1,4 +1,4 @@
-"""Findings about the quality of the trained model: overfitting."""
+"""Findings about the quality of the trained model: overfitting, and experts that learn from few tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from statistics import fmean, median
 
 from orchestrator.config.metric import Criterion
 from orchestrator.record.files.events import Event
+from orchestrator.report.run.expert_load import busiest_layer, idlest_layer, layer_loads
 from orchestrator.report.run.finding import Finding
+from orchestrator.report.run.load_findings import balance_loss_advice, is_language_model
 from orchestrator.report.run.outcome import score_text
 from orchestrator.report.run.read import RunRecord, section
 from orchestrator.report.run.stats import plural, score_number, values, watched_criterion
+from orchestrator.report.run.verdict import MIN_STEPS
 
 MIN_EVALUATIONS = 5
 MIN_LATER = 2
@@ -23,6 +26,10 @@ NOISE_FACTOR = 2.5
 """It must also be worse by this multiple of the noise between neighbouring evaluations."""
 MIN_TRAINING_FALL = 0.05
 """The part by which the training loss must have fallen meanwhile."""
+EXPERT_IMBALANCE = 2.0
+"""Ratio of the busiest expert to the even share, once the gate has settled."""
+IDLE_SHARE = 0.25
+"""Part of a layer's experts that are idle."""
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 _SECOND_DIFFERENCE = 1.5**0.5  # deviation of x[i] - (x[i-1] + x[i+1]) / 2, in deviations of x
 
@@ -127,3 +134,28 @@ def _shorter_run(record: RunRecord, best: Event) -> str:
             f"{length}: the final weights are the best ones already, and the steps after them change nothing"
         )
     return f"{length}, or leave out --keep-last: a run then ends with its best weights"
+
+
+def uneven_experts_finding(record: RunRecord) -> Finding | None:
+    """Return an expert with far more than its share, or many with none.
+
+    With few experts or a large top-k only the second can occur. It costs little time on one device, but
+    experts with few tokens learn little."""
+    if len(record.steps) < MIN_STEPS:
+        return None
+    layers = layer_loads(record)
+    evidence = []
+    busiest = busiest_layer(layers)
+    if busiest is not None and busiest[1] >= EXPERT_IMBALANCE:
+        layer, ratio = busiest
+        evidence.append(f"the busiest expert of layer {layer} receives {ratio:.1f} times its even share")
+    idlest = idlest_layer(layers)
+    if idlest is not None and idlest[1] >= IDLE_SHARE * idlest[2]:
+        layer, num_idle, num_experts = idlest
+        evidence.append(f"{num_idle} of {num_experts} experts of layer {layer} receive almost no tokens")
+    if not evidence:
+        return None
+    advice = [balance_loss_advice(record)]
+    if not is_language_model(record):
+        advice.append("fewer --experts, or a larger --top-k, if some stay idle to the end")
+    return Finding("uneven experts", tuple(evidence), tuple(advice))

@@ -10,7 +10,7 @@ from orchestrator.report.run.expert_load import LayerLoad, layer_loads
 from orchestrator.report.run.finding import Finding
 from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text
 from orchestrator.report.run.panels import Panel, device_panels, training_panels
-from orchestrator.report.run.quality_findings import overfitting_finding
+from orchestrator.report.run.quality_findings import overfitting_finding, uneven_experts_finding
 from orchestrator.report.run.read import UNFINISHED, RunRecord, finite, section
 from orchestrator.report.run.stats import (
     best_evaluation,
@@ -49,6 +49,7 @@ HEADLINES = {
     "evaluation": "Evaluation takes much of the time",
     "checkpoint": "Checkpoints take much of the time",
     "overfitting": "The model overfits",
+    "uneven experts": "Experts are used unevenly",
     "unknown": "Not enough data for a verdict",
 }
 ESTIMATED_COLOR = 0
@@ -175,13 +176,13 @@ def with_unit(text: str) -> str:
 
 
 def verdict_boxes(record: RunRecord) -> str:
-    """Return the verdict on the result, if there is one, and the verdict on the speed."""
-    findings = [overfitting_finding(record), verdict(record)]
+    """Return the findings about the result, if there are any, and the verdict on the speed."""
+    findings = [overfitting_finding(record), uneven_experts_finding(record), verdict(record)]
     return "".join(_verdict_box(finding) for finding in findings if finding is not None)
 
 
 def _verdict_box(finding: Finding) -> str:
-    is_cause = finding.bound_by not in ("unknown", "overfitting")
+    is_cause = finding.bound_by not in ("unknown", "overfitting", "uneven experts")
     label = f"bound by {finding.bound_by}" if is_cause else "verdict"
     # A run that is bound by compute uses its device well.
     tone = {"unknown": "calm", "compute": "good"}.get(finding.bound_by, "warn")

@@ -22,7 +22,7 @@ from orchestrator.report.run.host_load import (
     steps_text,
 )
 from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text, weights_text
-from orchestrator.report.run.quality_findings import overfitting_finding
+from orchestrator.report.run.quality_findings import overfitting_finding, uneven_experts_finding
 from orchestrator.report.run.read import RunRecord, finite, section
 from orchestrator.report.run.stats import (
     best_evaluation,
@@ -73,7 +73,8 @@ def performance_summary(record: RunRecord) -> str:
         "Hosts": _hosts_lines(record),
         "Device use": _device_lines(record),
         "Course": _course_lines(record),
-        "Overfitting": _overfitting_lines(record),
+        "Overfitting": _optional_lines(overfitting_finding(record)),
+        "Uneven experts": _optional_lines(uneven_experts_finding(record)),
         "Bound by": _verdict_lines(record),
     }
     title = f"Performance summary: {_printable(record.name)}"[:WIDTH]
@@ -328,8 +329,7 @@ def _verdict_lines(record: RunRecord) -> list[Line]:
     return [("verdict", str(finding.bound_by)), *_finding_lines(finding)]
 
 
-def _overfitting_lines(record: RunRecord) -> list[Line]:
-    finding = overfitting_finding(record)
+def _optional_lines(finding: Finding | None) -> list[Line]:
     return _finding_lines(finding) if finding is not None else []
 
 

@@ -1,4 +1,4 @@
-"""Overfitting is seen where it is, and noise is not taken for it."""
+"""Overfitting is seen where it is, and noise is not taken for it. Uneven experts are told."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from orchestrator.record.files.events import Event
-from orchestrator.report.run.quality_findings import overfitting_finding
+from orchestrator.report.run.quality_findings import overfitting_finding, uneven_experts_finding
 from orchestrator.report.run.read import RunRecord
 from orchestrator.report.run.sections import verdict_boxes
 from orchestrator.report.run.text import performance_summary
-from tests.support.fakes.fake_run import events_record
+from orchestrator.report.run.verdict import MIN_STEPS
+from tests.support.fakes.fake_events import FakeRun, run_events
+from tests.support.fakes.fake_run import events_record, run_record
 
 STEPS_PER_EPOCH = 10
 FALLING = [1.0 / (epoch + 1) for epoch in range(10)]
@@ -117,3 +119,48 @@ def test_overfitting_is_seen_through_noise(tmp_path: Path) -> None:
         validation = [loss * (1 + draw.gauss(0, 0.05)) for loss in OVERFITTED]
         num_found += overfitting_finding(record_of(tmp_path / str(number), FALLING, validation)) is not None
     assert num_found >= 140
+
+
+def test_an_expert_with_far_more_than_its_share_is_told(tmp_path: Path) -> None:
+    finding = uneven_experts_finding(run_record(tmp_path, FakeRun(experts=8, skew=2.0)))
+    assert finding is not None
+    assert finding.evidence[0].startswith("the busiest expert of layer ")
+    assert finding.advice[0].startswith("--balance-loss ")
+    assert any("--top-k" in line for line in finding.advice)
+
+
+def test_idle_experts_count_if_no_expert_can_exceed_its_share_by_much(tmp_path: Path) -> None:
+    """With two of four experts per token no expert can receive more than twice its share."""
+    events = [
+        event | {"loads": [[95, 1, 90, 90]]} if event["event"] == "load" else event
+        for event in run_events(FakeRun(experts=4))
+    ]
+    finding = uneven_experts_finding(events_record(tmp_path, events))
+    assert finding is not None
+    assert finding.evidence[0] == "1 of 4 experts of layer 0 receive almost no tokens"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"experts": 8, "skew": 0.0}, {"experts": 8, "skew": 2.0, "steps": MIN_STEPS - 1, "epochs": 1}, {}],
+)
+def test_even_experts_and_short_runs_are_no_finding(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert uneven_experts_finding(run_record(tmp_path, FakeRun(**fields))) is None
+
+
+def test_a_language_model_is_not_advised_to_have_other_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its configuration has them."""
+    monkeypatch.setattr(FakeRun, "task", "lm")
+    finding = uneven_experts_finding(run_record(tmp_path, FakeRun(experts=8, skew=2.0)))
+    assert finding is not None
+    assert [line.split()[0] for line in finding.advice] == ["--balance-loss"]
+
+
+def test_page_and_summary_tell_uneven_experts_beside_the_verdict(tmp_path: Path) -> None:
+    record = run_record(tmp_path, FakeRun(experts=8, skew=2.0))
+    page = verdict_boxes(record)
+    assert page.index("Experts are used unevenly") < page.index("bound by compute")
+    summary = performance_summary(record)
+    assert summary.index("\nUneven experts\n") < summary.index("\nBound by\n")
