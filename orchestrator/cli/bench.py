@@ -63,34 +63,36 @@ def _measure_task(resolved: Resolved, options: BenchOptions) -> int:
     if options.json:
         Console().print_json(json.dumps([asdict(result) for result in results]))
     else:
-        Console().print(_bench_table(results, resolved.config.task))
+        Console().print(bench_table(results, resolved.config.task))
     return 0
 
 
-def _bench_table(results: list[BenchResult], task: str) -> Table:
+def bench_table(results: list[BenchResult], task: str) -> Table:
+    """Return the figures as rows and the precisions as columns."""
     from orchestrator.cli.tables import make_table
 
     first = results[0]
-    title = (
-        f"{task} on {first.device}, batch {first.batch_size}, {first.iterations} steps; "
-        "median ± half the distance of the quartiles"
-    )
-    table = make_table("precision", *_PHASES, "total", "samples/s", "of fp32", "memory", "loss", title=title)
+    title = f"{task} on {first.device}, batch {first.batch_size}, {first.iterations} steps"
+    # A column for each precision: there are five at most, which fit a terminal of 80 columns.
+    table = make_table("median", *(result.precision for result in results), title=title)
     fp32_speed = next((result.samples_per_second for result in results if result.precision == "fp32"), None)
-    for result in results:
-        table.add_row(*_cells(result, fp32_speed))
+    columns = [_figures(result, fp32_speed) for result in results]
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
+    table.caption = "± half the distance of the quartiles"
+    table.caption_justify = "left"
     return table
 
 
-def _cells(result: BenchResult, fp32_speed: float | None) -> list[str]:
+def _figures(result: BenchResult, fp32_speed: float | None) -> dict[str, str]:
+    """Return the text of each row of the table."""
     median = result.median
-    spread = f" ±{result.spread['total'] / median['total']:.0%}"
-    return [
-        result.precision,
-        *(seconds_text(median.get(phase, 0.0)) for phase in _PHASES),
-        seconds_text(median["total"]) + spread,
-        f"{result.samples_per_second:,.0f}",
-        f"{result.samples_per_second / fp32_speed:.2f}×" if fp32_speed else "",
-        bytes_text(result.peak_memory_bytes),
-        f"{result.loss:.4f}",
-    ]
+    figures = {phase: seconds_text(median.get(phase, 0.0)) for phase in _PHASES}
+    figures["total"] = seconds_text(median["total"])
+    figures["±"] = f"{result.spread['total'] / median['total']:.0%}"
+    figures["samples/s"] = f"{result.samples_per_second:,.0f}"
+    if fp32_speed:
+        figures["against fp32"] = f"{result.samples_per_second / fp32_speed:.2f}×"
+    figures["memory"] = bytes_text(result.peak_memory_bytes)
+    figures["loss"] = f"{result.loss:.4f}"
+    return figures

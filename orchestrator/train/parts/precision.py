@@ -4,6 +4,7 @@ In fp8 autocast is to bf16: the experts quantise the operands of their products 
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,6 +38,9 @@ class Precision:
     """
 
     def __init__(self, kind: PrecisionName, device: torch.device) -> None:
+        if device.type == "cpu" and kind != "fp32":
+            # Torch warns with some fifty C++ frames that a CPU has no units for bf16.
+            warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         self.kind: PrecisionName = kind
         self.device = device
         self.scale = torch.full((), _INITIAL_SCALE, device=device) if kind == "fp16" else None
