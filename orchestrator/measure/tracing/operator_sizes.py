@@ -30,17 +30,34 @@ def is_attention(name: str) -> bool:
 def attention_op(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionOp:
     """Return the arithmetic of a call of fused attention.
 
-    A mask over as many keys as queries counts as a causal one: its values are not known here, and
-    transformers makes one in every trace, also where it would compute without one."""
+    A mask over as many keys as queries counts as a causal one, unless it is the same for all queries: its
+    values are not known here, and transformers makes one in every trace, also where it would compute
+    without one."""
     arguments = _by_name(operator, args, kwargs)
-    query, key = arguments["query"], arguments["key"]
+    query, value = arguments["query"], arguments["value"]
     batch, heads, length, width = query.shape
-    keys = key.shape[-2]
-    is_masked = any(arguments.get(name) is not None for name in _MASKS)
-    is_causal = arguments.get("is_causal") or (is_masked and keys == length)
-    pairs = length * keys / 2 if is_causal else length * keys
-    backward = "backward" in operator._schema.name
-    return AttentionOp(batch * heads, pairs, width, backward, PRECISIONS[query.dtype])
+    keys, value_width = value.shape[-2:]
+    masks = [arguments[name] for name in _MASKS if arguments.get(name) is not None]
+    is_causal = arguments.get("is_causal") or (keys == length and any(map(_differs_by_query, masks)))
+    return AttentionOp(
+        heads=batch * heads,
+        pairs=_causal_pairs(length, keys) if is_causal else length * keys,
+        width=width,
+        backward="backward" in operator._schema.name,
+        precision=PRECISIONS[query.dtype],
+        value_width=value_width if value_width != width else None,
+    )
+
+
+def _differs_by_query(mask: Tensor) -> bool:
+    """Whether a mask has a row for each query; one that hides padding has a single row for all."""
+    return mask.shape[-2] > 1 and mask.stride(-2) > 0
+
+
+def _causal_pairs(length: int, keys: int) -> float:
+    """Return the pairs below the diagonal, which begins at the first query and the first key."""
+    square = min(length, keys)
+    return square**2 / 2 + (length - square) * keys
 
 
 def convolution_ops(

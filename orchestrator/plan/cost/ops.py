@@ -65,12 +65,16 @@ class AttentionOp:
     backward: bool = False
     precision: str = "fp32"
     times: int = 1
+    value_width: int | None = None
+    """Features of a value, where they are not as many as those of a query and a key."""
 
     @property
     def flops(self) -> float:
         """FLOP of two products over all pairs, or five in the backward pass."""
-        products = 5 if self.backward else 2
-        return products * 2 * self.heads * self.pairs * self.width * self.times
+        of_keys, of_values = (3, 2) if self.backward else (1, 1)
+        value_width = self.width if self.value_width is None else self.value_width
+        features = of_keys * self.width + of_values * value_width
+        return 2 * self.heads * self.pairs * features * self.times
 
 
 @dataclass(frozen=True)

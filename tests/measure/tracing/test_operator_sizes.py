@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.measure.tracing.op_recorder import OpRecorder
+from orchestrator.measure.tracing.operator_sizes import attention_formulas
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.tasks.task import Task, TensorData
 
+aten: Any = torch.ops.aten
 SAMPLES = 8
 HEADS, LENGTH, KEYS, WIDTH = 2, 24, 40, 16
 
@@ -91,12 +95,19 @@ def attend_with_mask(query: Tensor, key: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
 
 
+def attend_past_padding(query: Tensor, key: Tensor) -> Tensor:
+    mask = torch.ones(len(key), 1, 1, key.shape[-2], dtype=torch.bool, device=query.device)
+    return F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+
+
 ATTENTION: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int, float]] = {
     "causal": (attend(is_causal=True), LENGTH, LENGTH**2 / 2),
     "whole": (attend(), LENGTH, LENGTH**2),
     "of other keys": (attend(), KEYS, LENGTH * KEYS),
     "masked": (attend_with_mask, LENGTH, LENGTH**2 / 2),
     "of other keys, masked": (attend_with_mask, KEYS, LENGTH * KEYS),
+    "of other keys, causal": (attend(is_causal=True), KEYS, LENGTH**2 / 2),
+    "past padding": (attend_past_padding, LENGTH, LENGTH**2),
 }
 """The call, the number of keys, and the pairs that are computed."""
 
@@ -117,3 +128,33 @@ def test_the_backward_pass_of_attention_has_five_products(kind: str) -> None:
     found = {(op.heads, op.pairs, op.width, op.backward, op.times) for op in ops.attentions}
     heads = SAMPLES * HEADS
     assert found == {(heads, pairs, WIDTH, False, 1), (heads, pairs, WIDTH, True, 1)}
+
+
+def test_queries_after_the_last_key_attend_to_all_keys() -> None:
+    query, key = torch.randn(1, HEADS, KEYS, WIDTH), torch.randn(1, HEADS, LENGTH, WIDTH)
+    with OpRecorder() as recorder:
+        attend(is_causal=True)(query, key)
+    (op,) = recorder.recorded_ops().attentions
+    assert op.pairs == LENGTH**2 / 2 + (KEYS - LENGTH) * LENGTH
+
+
+def efficient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return aten._scaled_dot_product_efficient_attention(query, key, value, None, compute_log_sumexp=True)[0]
+
+
+def cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return aten._scaled_dot_product_cudnn_attention(query, key, value, None, compute_log_sumexp=True)[0]
+
+
+@pytest.mark.parametrize("operator", [efficient, cudnn])
+@pytest.mark.parametrize("value_width", [WIDTH, 8])
+def test_values_may_be_narrower_than_keys(operator: Callable[..., Tensor], value_width: int) -> None:
+    """As in DeepSeek's attention. The count is torch's, which is right where all pairs are computed."""
+    widths = (WIDTH, WIDTH, value_width)
+    tensors = [torch.randn(3, HEADS, LENGTH, width, device="meta", requires_grad=True) for width in widths]
+    with FlopCounterMode(display=False) as counter, OpRecorder() as recorder:
+        operator(*tensors).sum().backward()
+    assert recorder.recorded_ops().flops == counter.get_total_flops() > 0
+    with FlopCounterMode(display=False, custom_mapping=attention_formulas()) as of_plan, torch.no_grad():
+        operator(*tensors)
+    assert of_plan.get_total_flops() == 2 * 3 * HEADS * LENGTH**2 * (WIDTH + value_width)
