@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from experts.bank import computing_dtype
 from experts.kernels import launching
 from orchestrator.measure.tracing.op_recorder import OpRecorder
+from orchestrator.measure.tracing.operator_sizes import attention_of
 from orchestrator.types import PrecisionName
 
 
@@ -25,11 +28,82 @@ def emulated_gpu(precision: PrecisionName, recorder: OpRecorder) -> Iterator[Non
     launching.available = lambda x=None: x is None or x.dtype in launching.DTYPES
     try:
         with ExitStack() as stack:
+            stack.enter_context(_GpuAttention(recorder))
             if precision != "fp32":
                 stack.enter_context(_GpuAutocast(recorder))
             yield
     finally:
         launching.available = before
+
+
+class _GpuAttention(TorchFunctionMode):
+    """Attention that a GPU fuses and a CPU does not: with dropout, and with values of another width.
+
+    A CPU computes it with products of whole matrices, also above the diagonal, whose results take memory
+    for all pairs. A GPU's kernel draws the random numbers of dropout itself."""
+
+    def __init__(self, recorder: OpRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward and not kwargs.get("need_weights", True):
+            # Attention inside of it is not seen here. Without training it is the same but for dropout.
+            return func(*args, **{**kwargs, "training": False})
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        dtype = computing_dtype(query)
+        is_fused = query.ndim == 4 and dtype in launching.DTYPES
+        if is_fused and query.shape[-1] != value.shape[-1]:
+            apply: Any = _NarrowAttention.apply
+            inputs = [tensor.to(dtype) for tensor in (query, key, value)]
+            return apply(*inputs, attn_mask, is_causal, self._recorder)
+        dropout_p = 0.0 if is_fused else dropout_p
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+class _NarrowAttention(torch.autograd.Function):
+    """Fused attention with values that are narrower, or wider, than keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        recorder: OpRecorder,
+    ) -> Tensor:
+        result = query.new_empty(*query.shape[:-1], value.shape[-1])
+        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        op = attention_of(query, value, mask, is_causal)
+        recorder.record_attention(op)
+        ctx.save_for_backward(query, key, value, result, log_sums)
+        ctx.op = op
+        ctx.recorder = recorder
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.recorder.record_attention(replace(ctx.op, backward=True))
+        inputs = ctx.saved_tensors[:3]
+        return *(torch.empty_like(tensor) for tensor in inputs), None, None, None
 
 
 class _GpuAutocast(TorchFunctionMode):

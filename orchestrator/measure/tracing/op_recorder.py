@@ -219,6 +219,10 @@ class OpRecorder(TorchDispatchMode):
         self._operations += experts == 1
         self._counts[ProductOp(m, k, n, layout, experts, PRECISIONS[dtype], of_experts=True)] += 1
 
+    def record_attention(self, op: AttentionOp) -> None:
+        self._operations += 1
+        self._counts[op] += 1
+
     def record_move(self, kind: MoveKind, size_bytes: int) -> None:
         self._operations += 1
         self._counts[MoveOp(kind, size_bytes)] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -28,22 +29,28 @@ def is_attention(name: str) -> bool:
 
 
 def attention_op(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionOp:
-    """Return the arithmetic of a call of fused attention.
+    """Return the arithmetic of a call of fused attention."""
+    arguments = _by_name(operator, args, kwargs)
+    mask = next((arguments[name] for name in _MASKS if arguments.get(name) is not None), None)
+    is_causal = bool(arguments.get("is_causal"))
+    op = attention_of(arguments["query"], arguments["value"], mask, is_causal)
+    return replace(op, backward="backward" in operator._schema.name)
+
+
+def attention_of(query: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> AttentionOp:
+    """Return the arithmetic of fused attention, forward.
 
     A mask over as many keys as queries counts as a causal one, unless it is the same for all queries: its
     values are not known here, and transformers makes one in every trace, also where it would compute
     without one."""
-    arguments = _by_name(operator, args, kwargs)
-    query, value = arguments["query"], arguments["value"]
     batch, heads, length, width = query.shape
     keys, value_width = value.shape[-2:]
-    masks = [arguments[name] for name in _MASKS if arguments.get(name) is not None]
-    is_causal = arguments.get("is_causal") or (keys == length and any(map(_differs_by_query, masks)))
+    if mask is not None and keys == length and _differs_by_query(mask):
+        is_causal = True
     return AttentionOp(
         heads=batch * heads,
         pairs=_causal_pairs(length, keys) if is_causal else length * keys,
         width=width,
-        backward="backward" in operator._schema.name,
         precision=PRECISIONS[query.dtype],
         value_width=value_width if value_width != width else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.measure.tracing.operator_sizes import attention_formulas
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
+from orchestrator.plan.cost.ops import AttentionOp
 from orchestrator.tasks.task import Task, TensorData
+from orchestrator.types import PrecisionName
 
 aten: Any = torch.ops.aten
 SAMPLES = 8
@@ -128,6 +131,58 @@ def test_the_backward_pass_of_attention_has_five_products(kind: str) -> None:
     found = {(op.heads, op.pairs, op.width, op.backward, op.times) for op in ops.attentions}
     heads = SAMPLES * HEADS
     assert found == {(heads, pairs, WIDTH, False, 1), (heads, pairs, WIDTH, True, 1)}
+
+
+def attend_to_narrow_values(query: Tensor, key: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, key[..., :8], is_causal=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("value_width", [None, 8])
+def test_a_gpu_fuses_attention_that_a_cpu_does_not(value_width: int | None, precision: PrecisionName) -> None:
+    """A trace without a GPU finds its operations, and no products or memory of all pairs."""
+    call = attend_to_narrow_values if value_width else attend(dropout_p=0.1, is_causal=True)
+    task = Attending(call, LENGTH)
+    ops = trace_micro_batch(task, SAMPLES, TraceOptions(on_gpu=True, precision=precision))
+    pairs = LENGTH**2 / 2
+    op = AttentionOp(SAMPLES * HEADS, pairs, WIDTH, precision=precision, value_width=value_width)
+    assert set(ops.attentions) == {op, replace(op, backward=True)}
+    assert sum(product.times for product in ops.products) == 2, "those of the layer"
+    facts = model_facts(task, "cuda", precision)
+    features = WIDTH + (value_width or WIDTH)
+    assert facts.flops_per_sample == HEADS * (2 * LENGTH * WIDTH**2 + 2 * pairs * features)
+    fused = trace_micro_batch(
+        Attending(attend(is_causal=True), LENGTH), SAMPLES, TraceOptions(on_gpu=True, precision=precision)
+    )
+    assert ops.peak_bytes <= fused.peak_bytes
+
+
+class Encoder(Task):
+    """A layer of an encoder, whose attention is inside of another function of torch."""
+
+    def __init__(self, dropout: float) -> None:
+        self.dropout = dropout
+
+    def build_model(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(HEADS * WIDTH, HEADS, 64, self.dropout, batch_first=True)
+        return nn.ModuleList([layer])
+
+    def train_data(self) -> TensorData:
+        return TensorData(torch.randn(SAMPLES, LENGTH, HEADS * WIDTH))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        (layer,) = model.children()
+        return layer(batch[0]).mean()
+
+
+def test_a_gpu_fuses_the_attention_of_an_encoder_with_dropout() -> None:
+    traces = [trace_micro_batch(Encoder(p), SAMPLES, TraceOptions(on_gpu=True)) for p in (0.1, 0.0)]
+    with_dropout, without = traces
+    assert without.attentions
+    assert with_dropout.attentions == without.attentions
+    assert with_dropout.products == without.products
+    on_cpu = trace_micro_batch(Encoder(0.1), SAMPLES)
+    assert not on_cpu.attentions, "a CPU computes whole matrices"
 
 
 def test_queries_after_the_last_key_attend_to_all_keys() -> None:
