@@ -212,7 +212,9 @@ def figures(sources: Sequence[Path], tests: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the style figures of this repository.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sources", type=Path, nargs="+", default=[Path("orchestrator"), Path("experts")])
     parser.add_argument("--tests", type=Path, default=Path("tests"))
     arguments = parser.parse_args()

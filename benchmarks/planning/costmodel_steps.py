@@ -1,9 +1,14 @@
 """Time real training steps of a configuration: on the CPU in processes of their own, on the GPU in
 this process.
+
+``benchmarks.planning.costmodel`` starts a worker for each process:
+
+    python -m benchmarks.planning.costmodel_steps JOB
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -188,5 +193,13 @@ def measure_here(case: Case, steps: int) -> tuple[float, float, float]:
     return seconds, host, peak
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("job", type=json.loads, help="as JSON: a case, its steps, a folder and a rank")
+    work(parser.parse_args().job)
+
+
 if __name__ == "__main__":
-    work(json.loads(sys.argv[1]))
+    main()

@@ -7,8 +7,8 @@ One program on each node; the first of them prints the link.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from dataclasses import asdict
 
 import torch
@@ -22,9 +22,16 @@ _TIMEOUT_S = 120.0
 
 
 def main() -> None:
-    rank, address, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rank", type=int, help="0 on the first node, 1 on the second")
+    parser.add_argument("address", help="of the first node")
+    parser.add_argument("port", type=int)
+    arguments = parser.parse_args()
+    rank = arguments.rank
     torch.set_num_threads(1)
-    store = tcp_store(address, port, 2, rank == 0, _TIMEOUT_S)
+    store = tcp_store(arguments.address, arguments.port, 2, rank == 0, _TIMEOUT_S)
     with process_group_world(store, rank, 2, torch.device("cpu"), "gloo", _TIMEOUT_S) as world:
         links = measured_links(world, "network")
         if world.is_main:

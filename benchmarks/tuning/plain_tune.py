@@ -10,6 +10,7 @@ Prints the seconds that all trials take together.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -64,9 +65,15 @@ def trial(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]).resolve()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("trials", help="WORKERS:BATCH:ACCUMULATION:STEPS of each, separated by commas")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
     names = ("workers", "batch", "accumulation", "steps")
-    entries = [map(int, entry.split(":")) for entry in sys.argv[2].split(",")]
+    entries = [map(int, entry.split(":")) for entry in arguments.trials.split(",")]
     trials = [dict(zip(names, entry, strict=True)) | {"folder": str(folder)} for entry in entries]
     # Each trial's own process needs a slot too: with four, two trials of one worker run at a time,
     # as in our sweep
