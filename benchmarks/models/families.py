@@ -11,6 +11,8 @@ loss.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import transformers
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
@@ -29,28 +31,35 @@ COLUMNS = (
 PLACES = {1: "one process", 2: "2 hosts", 3: "3 hosts, uneven"}
 
 
-def rows() -> list[list[str]]:
+def rows(families: Sequence[str], places: Sequence[int]) -> list[list[str]]:
     """Return a row for each family and number of hosts."""
-    ranks = run_ranks(train_on_hosts, 3, list(FAMILIES), [2, 3], timeout=600.0)
+    several = [hosts for hosts in places if hosts > 1]
+    ranks = []
+    if several:
+        ranks = run_ranks(train_on_hosts, max(several), list(families), several, timeout=600.0)
     table: list[list[str]] = []
-    for name in FAMILIES:
+    for name in families:
         expected = train_eager(name)
-        for hosts, place in PLACES.items():
+        for hosts in places:
             if hosts == 1:
                 runs = [train_in_one_process(name)]
             else:
                 runs = [rank[name, hosts] for rank in ranks[:hosts]]
             found = differences(name, runs, expected)
             figures = [f"{found[kind]:.0e}" if kind in found else "none" for kind in COLUMNS]
-            table.append([name, place, *figures])
+            table.append([name, PLACES[hosts], *figures])
     return table
 
 
 def main() -> None:
-    arguments = benchmark_parser(__doc__).parse_args()
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--hosts", type=int, nargs="+", choices=list(PLACES), default=list(PLACES))
+    arguments = parser.parse_args()
     title = "Families of transformers with our experts: largest differences"
     text = header(title, arguments) + f"transformers {transformers.__version__}, fp64.\n\n"
-    publish(text + markdown_table(["family", "where", *COLUMNS], rows()), arguments.out)
+    found = rows(arguments.families, arguments.hosts)
+    publish(text + markdown_table(["family", "where", *COLUMNS], found), arguments.out)
 
 
 if __name__ == "__main__":

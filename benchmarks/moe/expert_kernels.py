@@ -80,10 +80,11 @@ def measure(shape: tuple[int, int, int, int], rounds: int) -> list[str]:
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many sizes")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, {0})  # torch.set_num_threads does not reach every product
     torch.set_num_threads(1)
-    rows = [measure(shape, arguments.rounds) for shape in SHAPES]
+    rows = [measure(shape, arguments.rounds) for shape in SHAPES[: arguments.shapes]]
     columns = ["experts × rows × d × h", "loop, ms", "grouped, ms", "chosen", "best / chosen"]
     title = "The experts' kernels on one CPU thread in fp32, forward and backward"
     publish(header(title, arguments) + markdown_table(columns, rows), arguments.out)

@@ -91,7 +91,7 @@ def rules_table(seed: int) -> str:
     return markdown_table(columns, rows)
 
 
-def optimum_table(seed: int, draws: int = 10) -> str:
+def optimum_table(seed: int, draws: int) -> str:
     """Compare our placement with the optimum, on cases small enough to try everything."""
     rows: list[list[object]] = []
     for count, speeds in SMALL:
@@ -121,7 +121,7 @@ def optimum_table(seed: int, draws: int = 10) -> str:
     return markdown_table(columns, rows)
 
 
-def time_table(seed: int, num_experts: int = 4096, num_hosts: int = 512) -> str:
+def time_table(seed: int, num_experts: int, num_hosts: int) -> str:
     """Time the placement at a large size."""
     generator = random.Random(seed)
     speeds = [generator.choice([1, 2, 4]) * generator.uniform(0.95, 1.05) for _ in range(num_hosts)]
@@ -153,8 +153,14 @@ def time_table(seed: int, num_experts: int = 4096, num_hosts: int = 512) -> str:
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draws", type=int, default=10, help="loads that are compared with the optimum")
+    parser.add_argument("--largest", type=int, nargs=2, default=[4096, 512], help="experts and hosts to time")
     arguments = parser.parse_args()
-    tables = [rules_table(arguments.seed), optimum_table(arguments.seed), time_table(arguments.seed)]
+    tables = [
+        rules_table(arguments.seed),
+        optimum_table(arguments.seed, arguments.draws),
+        time_table(arguments.seed, *arguments.largest),
+    ]
     publish(header("Placing experts by cost and speed", arguments) + "\n".join(tables), arguments.out)
 
 

@@ -52,10 +52,13 @@ class Sizes:
     batch: int
     steps: int
     """Steps of a block, and from one evaluation to the next."""
+    samples: int = 16_384
+    validation_samples: int = 4_096
 
 
 CPU_SIZES = Sizes(width=256, layers=3, batch=64, steps=50)
 GPU_SIZES = Sizes(width=4096, layers=8, batch=512, steps=200)
+SMALL_SIZES = Sizes(width=16, layers=1, batch=8, steps=2, samples=64, validation_samples=32)
 
 
 class Classifier(Task):
@@ -75,10 +78,10 @@ class Classifier(Task):
         return nn.Sequential(*layers, nn.Linear(width, NUM_CLASSES))
 
     def train_data(self) -> TensorData:
-        return _random_data(16_384, seed=0)
+        return _random_data(self._sizes.samples, seed=0)
 
     def validation_data(self) -> TensorData:
-        return _random_data(4_096, seed=1)
+        return _random_data(self._sizes.validation_samples, seed=1)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         inputs, labels_B = batch
@@ -214,15 +217,18 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--gpu", action="store_true", help="a larger model, on the first GPU")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script")
     arguments = parser.parse_args()
     sizes = GPU_SIZES if arguments.gpu else CPU_SIZES
+    if arguments.small:
+        sizes = SMALL_SIZES
     seconds = measure(sizes, arguments.gpu, arguments.rounds)
     table = markdown_table(
         ["with", "steps/s", "against none", "half of the rounds"], rows_of(seconds, sizes.steps)
     )
     text = (
         f"{sizes.layers} layers of width {sizes.width}, batch {sizes.batch}; blocks of {sizes.steps} steps "
-        f"with an evaluation of 4,096 samples at their end.\n\n"
+        f"with an evaluation of {sizes.validation_samples:,} samples at their end.\n\n"
     )
     publish(header("Callbacks, metrics and averages in the loop", arguments) + text + table, arguments.out)
 

@@ -50,8 +50,8 @@ def timed_steps(step: Callable[[], float], steps: int) -> tuple[list[float], flo
 
 
 def free_memory() -> None:
-    """Free what the model before has left, and count the peak from here."""
-    gc.collect()
+    """Free what the model before has left on a GPU, and count its peak from here."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

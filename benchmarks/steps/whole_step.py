@@ -42,6 +42,7 @@ from orchestrator.trainer import Trainer
 PROFILED_STEPS = 3
 MOST_KERNELS = 40
 MAX_NAME = 100
+PEER_WEIGHTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,9 @@ def main() -> None:
     del run
     path = "torch's own operations" if arguments.plain else "ours"
     rows = [Row(f"{path}, {'compiled' if arguments.compile else 'eager'}", seconds, peak, losses)]
-    if arguments.peers:
-        rows += [_transformers(sizes, arguments, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    if arguments.peers is not None:
+        every = arguments.peers or PEER_WEIGHTS
+        rows += [_transformers(sizes, arguments, device, weights) for weights in every]
     if arguments.losses is not None:
         arguments.losses.write_text(json.dumps(losses), encoding="utf-8")
     if arguments.compare:
@@ -150,7 +152,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--memory", action="store_true", help="also the tensors at the peak of a GPU's memory"
     )
-    parser.add_argument("--peers", action="store_true", help="also the Mixtral of transformers")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=list(PEER_WEIGHTS),
+        help="also the Mixtral of transformers, with weights in these types; without one, in all",
+    )
     parser.add_argument("--plain", action="store_true", help="torch's own operations instead of ours")
     parser.add_argument("--losses", type=Path, help="write the losses of the steps to this file")
     parser.add_argument(
@@ -205,9 +212,7 @@ def _endless(feed: Feed) -> Iterator[StepBatch]:
         yield from feed.steps(epoch)
 
 
-def _transformers(
-    sizes: Sizes, arguments: argparse.Namespace, device: torch.device, weights: torch.dtype
-) -> Row:
+def _transformers(sizes: Sizes, arguments: argparse.Namespace, device: torch.device, weights: str) -> Row:
     """Time Mixtral with fp32 weights, as ours are, or with everything in bf16, which is less exact."""
     from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -225,12 +230,12 @@ def _transformers(
     free_memory()
     with device:
         model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=weights, experts_implementation="grouped_mm"
+            config, dtype=PEER_WEIGHTS[weights], experts_implementation="grouped_mm"
         )
     model.train()
     ids = torch.randint(sizes.vocabulary, (sizes.batch, sizes.sequence_length), device=device)
     seconds, loss = timed_steps(transformers_step(model, ids), arguments.steps)
-    name = f"transformers Mixtral, grouped_mm, {'fp32' if weights == torch.float32 else 'bf16'} weights"
+    name = f"transformers Mixtral, grouped_mm, {weights} weights"
     return Row(name, seconds, peak_memory(device)["allocated"], [loss])
 
 

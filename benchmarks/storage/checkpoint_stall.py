@@ -28,11 +28,12 @@ SIZES: dict[str, Any] = {
     "samples": 4096,
     "batch_size": 16,
 }
+SMALL: dict[str, Any] = {"width": 32, "layers": 1, "sequence_length": 8, "vocabulary": 64, "samples": 256}
 WARM_UP = 10
 NEVER = 10**6
 
 
-def run(steps: int, checkpoint_every: int) -> list[Event]:
+def run(steps: int, checkpoint_every: int, small: bool) -> list[Event]:
     """Train, and return the events of the run."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
@@ -45,7 +46,7 @@ def run(steps: int, checkpoint_every: int) -> list[Event]:
             epochs=NEVER,
             log_every=1,
             keep=2,
-            **SIZES,
+            **(SIZES | SMALL if small else SIZES),
         )
         Trainer(config=config, quiet=True).fit()
         return read_events(run_dir / "events.jsonl")
@@ -78,9 +79,10 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script")
     arguments = parser.parse_args()
-    undisturbed = run(arguments.steps, NEVER)
-    saving = run(arguments.steps, arguments.every)
+    undisturbed = run(arguments.steps, NEVER, arguments.small)
+    saving = run(arguments.steps, arguments.every, arguments.small)
     table = markdown_table(["", ""], rows_of(undisturbed, saving))
     publish(header("What a checkpoint costs the loop", arguments) + table, arguments.out)
 

@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass
 from time import perf_counter, time_ns
 from typing import Any
@@ -32,6 +32,7 @@ SIZES: dict[str, Any] = {
     "samples": 2048,
     "batch_size": 4,
 }
+SMALL: dict[str, Any] = {"width": 32, "layers": 1, "sequence_length": 8, "vocabulary": 64}
 PLACES = ("disk", "file://", "s3://")
 WARM_UP = 10
 NEVER = 10**6
@@ -65,7 +66,7 @@ class Run:
         return max([0.0, *(upload["time"] - end for upload in of_kind(self.events, "upload"))])
 
 
-def run(run_dir: str, steps: int, checkpoint_every: int) -> Run:
+def run(run_dir: str, steps: int, checkpoint_every: int, small: bool) -> Run:
     config = Config.of(
         run_dir=run_dir,
         max_steps=steps,
@@ -76,7 +77,7 @@ def run(run_dir: str, steps: int, checkpoint_every: int) -> Run:
         epochs=NEVER,
         log_every=1,
         keep=2,
-        **SIZES,
+        **(SIZES | SMALL if small else SIZES),
     )
     began_s = perf_counter()
     result = Trainer(config=config, quiet=True).fit()
@@ -84,11 +85,16 @@ def run(run_dir: str, steps: int, checkpoint_every: int) -> Run:
 
 
 @contextmanager
-def places() -> Iterator[Callable[[str], str]]:
+def places(with_s3: bool) -> Iterator[Callable[[str], str]]:
     """Yield a function that returns a new run folder at a place."""
-    with tempfile.TemporaryDirectory() as folder, chdir(folder), object_server() as server:
-        os.environ.update(server.environment)
-        roots = {"disk": folder, "file://": f"file://{folder}/remote", "s3://": server.url("benchmark")}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(chdir(folder))
+        roots = {"disk": folder, "file://": f"file://{folder}/remote"}
+        if with_s3:
+            server = stack.enter_context(object_server())
+            os.environ.update(server.environment)
+            roots["s3://"] = server.url("benchmark")
         yield lambda place: f"{roots[place]}/run{time_ns()}"
 
 
@@ -127,14 +133,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--every", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script")
     arguments = parser.parse_args()
-    runs: dict[str, list[Run]] = {place: [] for place in PLACES}
-    with places() as new_folder:
-        run(new_folder("disk"), 2 * WARM_UP, NEVER)  # imports and caches
+    small = arguments.small
+    runs: dict[str, list[Run]] = {place: [] for place in arguments.places}
+    with places("s3://" in runs) as new_folder:
+        run(new_folder("disk"), 2 * WARM_UP, NEVER, small)  # imports and caches
         for _ in range(arguments.rounds):
-            for place in PLACES:  # in turn: the load of the machine changes
-                runs[place].append(run(new_folder(place), arguments.steps, arguments.every))
-    table = markdown_table(COLUMNS, [row_of(place, runs[place]) for place in PLACES])
+            for place, own in runs.items():  # in turn: the load of the machine changes
+                own.append(run(new_folder(place), arguments.steps, arguments.every, small))
+    table = markdown_table(COLUMNS, [row_of(place, own) for place, own in runs.items()])
     publish(header("What uploads cost the steps", arguments) + table, arguments.out)
 
 

@@ -385,8 +385,10 @@ def _cells(outcomes: Sequence[Outcome]) -> list[str]:
     cells = []
     for index in range(len(CHECKPOINTS)):
         shares = [outcome.shares[index] for outcome in outcomes]
-        error = statistics.stdev(shares) / math.sqrt(len(shares))
-        cells.append(f"{statistics.mean(shares):.1%} ± {error:.1%}")
+        cell = f"{statistics.mean(shares):.1%}"
+        if len(shares) > 1:  # one search has no spread
+            cell += f" ± {statistics.stdev(shares) / math.sqrt(len(shares)):.1%}"
+        cells.append(cell)
     for index in range(len(CHECKPOINTS)):
         near = [outcome for outcome in outcomes if outcome.shares[index] >= NEAR]
         cells.append(f"{len(near) / len(outcomes):.0%}")
