@@ -1,7 +1,7 @@
 """Any number of hosts as threads of one process, with real code from the rendezvous up to the first step.
 
 Only the lowest layer is fake: collectives meet in memory instead of gloo, and the store is a table in
-memory. Both count what each host does."""
+memory. Both count what each host does. ``run_gloo_threads`` has real groups, for few hosts."""
 
 from __future__ import annotations
 
@@ -180,3 +180,18 @@ def run_thread_hosts(size: int, function: Callable[[World], Any]) -> tuple[list[
     with _meeting_in_memory(size, all_counts), ThreadPoolExecutor(size) as threads:
         futures = [threads.submit(run_host, rank) for rank in range(size)]
         return [future.result(_LIMIT_S) for future in futures], all_counts
+
+
+def run_gloo_threads(size: int, function: Callable[[World], Any]) -> list[Any]:
+    """Call ``function(world)`` on hosts with real groups over gloo, and return the results by rank.
+
+    Processes would take seconds to import torch."""
+    store = HashStore()
+
+    def run_host(rank: int) -> Any:
+        factory = GroupFactory(store, "generation0", rank, size, GroupMembership())
+        with recoverable_world(factory, torch.device("cpu"), "gloo") as world:
+            return function(world)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run_host, range(size), timeout=_LIMIT_S))
