@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
@@ -25,7 +25,6 @@ _GB = 10**9  # decimal, as memory is sold: torch reports some 9.8 GiB for a card
 _CPU_START = (64, 1)
 _DEBUG_BATCH = 4
 _PLAIN_BATCH = 32
-_NOT_NEEDED = "the activations fit without it"
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def plan_batches(
     single_pass = accumulation.value == 1
     memory = estimate_memory(facts, batch.value, recompute.value, limit_bytes, sharding, single_pass)
     if not memory.fits:
-        recompute = _recompute_of_too_large(recompute, batch.value)
+        recompute = _recompute(config, budget, too_large=batch.value)
     return Batching(
         starting,
         batch,
@@ -182,8 +181,12 @@ def _single_pass_from(config: Config, step: _StepSamples) -> float:
     return step.share
 
 
-def _recompute(config: Config, budget: _MemoryBudget) -> Choice[bool]:
-    """Choose recomputation only if one sample does not fit without it."""
+def _recompute(config: Config, budget: _MemoryBudget, too_large: int | None = None) -> Choice[bool]:
+    """Choose recomputation only if one sample does not fit without it.
+
+    ``too_large`` are the samples of a micro-batch that does not fit. They change the reason, not the
+    choice.
+    """
     setting = config.device.activation_checkpointing
     if setting != "auto":
         return Choice(setting == "on", f"set by --activation-checkpointing {setting}")
@@ -193,19 +196,14 @@ def _recompute(config: Config, budget: _MemoryBudget) -> Choice[bool]:
         return Choice(False, "the model has no blocks that could be recomputed")
     one_sample = budget.needed(1, recompute=False)
     if one_sample.fits:
-        return Choice(False, _NOT_NEEDED, (Rejected("on", "costs a third more compute"),))
+        reason = "the activations fit without it"
+        if too_large is not None:
+            reason = f"one sample does not need it; a micro-batch of {too_large} is too large for the memory"
+        return Choice(False, reason, (Rejected("on", "costs a third more compute"),))
     reason = f"one sample needs {bytes_text(one_sample.total)}; {bytes_text(budget.limit_bytes)} is usable"
     if budget.needed(1, recompute=True).total >= one_sample.total:
         return Choice(False, f"{reason}, but recomputation would not reduce it")
     return Choice(True, reason)
-
-
-def _recompute_of_too_large(recompute: Choice[bool], batch: int) -> Choice[bool]:
-    """Return the choice with a reason that holds for a micro-batch that does not fit."""
-    if recompute.reason != _NOT_NEEDED:
-        return recompute
-    reason = f"one sample does not need it; a micro-batch of {batch} is too large for the memory"
-    return replace(recompute, reason=reason)
 
 
 def _batch_size(
