@@ -14,7 +14,6 @@ from orchestrator.types import MIB
 
 MEDIAN_LIMIT = 0.10
 WORST_LIMIT = 0.25
-SMALL_PART = 0.02  # of a step: smaller parts are not shown
 
 
 @dataclass(frozen=True)
@@ -55,21 +54,13 @@ class Row:
             times += [f"{self.drift:.2f}", f"{drift_ms:.2f}", f"{self.error_with_drift:+.1%}"]
         if self.host_s is not None:
             times += [f"{1000 * self.predicted.host_seconds:.2f}", f"{1000 * self.host_s:.2f}"]
-        return [*times, *self._memory_cells(), self._parts_text()]
+        return [*times, *self._memory_cells(), self.predicted.parts_text()]
 
     def _memory_cells(self) -> list[str]:
         predicted = f"{self.predicted.memory.total / MIB:,.0f}"
         if self.bytes is None or self.memory_error is None:
             return [predicted, "–", "–"]
         return [predicted, f"{self.bytes / MIB:,.0f}", f"{self.memory_error:+.0%}"]
-
-    def _parts_text(self) -> str:
-        large = {
-            name: value
-            for name, value in self.predicted.parts.items()
-            if abs(value) > SMALL_PART * self.seconds
-        }
-        return ", ".join(f"{name} {value / self.predicted.step_seconds:.0%}" for name, value in large.items())
 
 
 def table(rows: Sequence[Row]) -> str:

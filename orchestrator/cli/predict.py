@@ -31,9 +31,6 @@ Tracer = Callable[[int, int, int, bool], "MicroBatchOps"]
 """Returns the operations of a micro-batch, for a number of samples, expert hosts, chunks of the token
 exchange, and whether one device computes alone."""
 
-_MIN_SHARE = 0.01
-"""Parts of a step below this share are not listed."""
-
 
 def step_prediction(prepared: PreparedRun, calibration: Path | None) -> tuple[str, dict[str, Any] | None]:
     """Return the predicted step of a plan, as a line for people and as JSON values; None without
@@ -70,6 +67,8 @@ def predict_plan(
     )
     prediction = predict(ops, machine, parallelism)
     notes = "; compiled, it may be faster" if plan.compile.value else ""
+    if plan.cuda_graph.value:
+        notes += "; in a CUDA graph, which has one launch, it may be faster"
     if plan.precision.value == "fp8":
         notes += "; products in fp8 are predicted as in bf16, and faster"
     line = f"step time: {_prediction_text(prediction)} (predicted from {source}{notes})"
@@ -140,15 +139,9 @@ def _describe_machine(
 
 
 def _prediction_text(prediction: StepPrediction) -> str:
-    total = prediction.step_seconds
-    parts = [
-        f"{name} {seconds / total:.0%}"
-        for name, seconds in prediction.parts.items()
-        if abs(seconds) >= _MIN_SHARE * total
-    ]
-    speed = f"{seconds_text(total)}, {speed_text(prediction.samples_per_second)} samples/s"
+    step = seconds_text(prediction.step_seconds)
+    speed = f"{speed_text(prediction.samples_per_second)} samples/s"
     limit = prediction.limited_by
-    if limit == HOST_OVERHEAD:
-        # The part "overhead" is the time in which the device waits; the host works longer than that.
-        limit += f" ({prediction.host_seconds / total:.0%} of the step, in part while the device works)"
-    return f"{speed}: {', '.join(parts)}; limited by {limit}"
+    if limit == HOST_OVERHEAD:  # other parts may be larger
+        limit += ", the launch of operations"
+    return f"{step}, {speed}: {prediction.parts_text()}; limited by {limit}"

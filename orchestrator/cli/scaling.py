@@ -56,8 +56,6 @@ _STRONG_MICRO_BATCHES = 64
 _FILE_COLUMNS = 150
 """Width of the table if the output is not a terminal."""
 _DEVICE = "cuda:0"
-_MIN_SHARE = 0.02
-"""Parts of a step below this share are not listed."""
 
 
 def show_cluster(
@@ -82,8 +80,8 @@ def show_cluster(
     notes = [*_assumptions(resolved, given_keys(text), spec, job), ASSUMED_NODE]
     if any(row.predicted.limited_by == HOST_OVERHEAD for row in rows):
         notes.append(
-            "overhead is the time in which a device waits for its host; where it is the limit, "
-            "the host works for nearly the whole step"
+            f"{HOST_OVERHEAD} is the time in which a device waits for its host to launch operations; "
+            "where it is the limit, a faster device would gain little"
         )
     if as_json:
         content = plan_json(planned.prepared) | {
@@ -234,24 +232,19 @@ def _scaling_table(title: str, rows: list[ScalingRow], spec: ClusterSpec) -> Tab
 
 
 def scaling_cells(row: ScalingRow, spec: ClusterSpec) -> list[str]:
-    """Return a row of the table; the parts of the step come in order of size."""
+    """Return a row of the table."""
     prediction = row.predicted
     memory = prediction.memory
-    total = prediction.step_seconds
-    parts = sorted(prediction.parts.items(), key=lambda part: -abs(part[1]))
-    made_of = [
-        f"{name} {seconds / total:.0%}" for name, seconds in parts if abs(seconds) >= _MIN_SHARE * total
-    ]
     accumulation = f"×{row.micro_batches}" if row.micro_batches > 1 else ""
     excess = "" if memory.fits else f" > {bytes_text(memory.limit or 0)} of a {spec.gpu.upper()}"
     return [
         f"{row.devices:,}",
         f"{row.micro_batch}{accumulation}",
-        seconds_text(total),
+        seconds_text(prediction.step_seconds),
         speed_text(prediction.samples_per_second),
         f"{row.speed_up:,.2f}×",
         f"{row.efficiency:.0%}",
         bytes_text(memory.total) + excess,
         prediction.limited_by,
-        ", ".join(made_of),
+        prediction.parts_text(),
     ]

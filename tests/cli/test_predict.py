@@ -105,7 +105,37 @@ def test_the_scaling_table_names_its_assumptions_and_its_end(capsys: pytest.Capt
     assert main(["plan", *SMALL, "--cluster", "nodes=2,gpus=2,gpu=l4,net=100gbit", "--json"]) == 0
     *_, last = notes = json.loads(capsys.readouterr().out)["notes"]
     assert len(notes) == 3
-    assert last.startswith("overhead is the time in which a device waits for its host")
+    assert last.startswith("host overhead is the time in which a device waits for its host")
+
+
+def test_the_step_of_the_plan_and_the_table_have_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table's row for all devices is the step of the plan."""
+    flags = ["plan", *SMALL[:-2], "--parallel-strategy", "data_parallel", "--cluster", "4xL4"]
+    assert main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    row = next(row for row in found["rows"] if (row["kind"], row["devices"]) == ("weak", 4))
+    assert row["strategy"] == found["choices"]["strategy"]["value"]
+    assert row["parts"] == found["predicted"]["parts"]
+    assert row["parts"]["overhead"] < row["host_seconds"], "in part hidden behind the device"
+
+    assert main(flags) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    step = re.search(r"samples/s: (.*?); limited by (.*?) \(predicted", shown)
+    assert step is not None
+    parts, limit = step.groups()
+    assert limit == "host overhead, the launch of operations"
+    assert f"{row['limited_by']} {parts}" in shown, "the columns of the table"
+    predictions = [found["predicted"], *found["rows"]]
+    shares = {f"{each['parts']['overhead'] / each['step_seconds']:.0%}" for each in predictions}
+    assert set(re.findall(r"overhead \(?(\d+%)", shown)) == shares, "no other figure has the name"
+
+
+def test_a_step_in_a_cuda_graph_is_said_to_have_one_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", *SMALL[:-2], "--evolution", "off", "--cluster", "1xH200"]
+    for switch in ("on", "off"):
+        assert main([*flags, "--cuda-graph", switch]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("; in a CUDA graph, which has one launch, it may be faster)" in shown) == (switch == "on")
 
 
 def test_a_wrong_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

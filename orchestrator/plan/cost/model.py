@@ -34,7 +34,7 @@ PARTS: tuple[str, ...] = (
 )
 _LOCAL_PARTS = PARTS[:4]  # those that share the processors of the node
 HOST_OVERHEAD = "host overhead"
-_LIMIT_NAMES = {
+_PART_TEXTS = {
     "compute": "arithmetic",
     "memory": "memory bandwidth",
     "overhead": HOST_OVERHEAD,
@@ -43,26 +43,39 @@ _LIMIT_NAMES = {
     "exchange": "token exchange",
     "gathering": "gathering of parameters",
     "imbalance": "busiest experts",
+    "overlap": "overlap",
 }
+"""Names of the parts for people, as shares of a step and as its limit."""
+_MIN_SHARE = 0.02
+"""Parts of a step below this share are not listed."""
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """The predicted seconds of a step by part (``overlap`` is negative), its memory, and its
-    limit."""
+    """The predicted seconds of a step by part, its memory, and its limit."""
 
     step_seconds: float
     host_seconds: float
-    """Seconds that the host is busy; the part ``overhead`` is what the device does not hide of
-    them."""
+    """Seconds that the host is busy, also while the device works."""
     parts: Mapping[str, float]
+    """Their sum is the step. ``overhead`` is the time in which the device waits for its host;
+    ``overlap`` is negative."""
     memory: MemoryEstimate
     limited_by: str
+    """The part that has to be faster for a faster step; not the largest one, where the device
+    waits for its host."""
     samples: float
 
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.step_seconds
+
+    def parts_text(self) -> str:
+        """Return the parts as shares of the step, the largest first."""
+        shares = {name: seconds / self.step_seconds for name, seconds in self.parts.items()}
+        listed = [name for name, share in shares.items() if abs(share) >= _MIN_SHARE]
+        listed.sort(key=lambda name: -abs(shares[name]))
+        return ", ".join(f"{_PART_TEXTS[name]} {shares[name]:.0%}" for name in listed)
 
     def to_json(self) -> dict[str, Any]:
         names = ("step_seconds", "host_seconds", "samples", "samples_per_second", "limited_by")
@@ -84,23 +97,21 @@ def predict(ops: MicroBatchOps, machine: Machine, parallelism: Parallelism | Non
     host_update = ops.tensors * device.tensor_s + device.step_s
     host = rounds * micro_batch.host + host_update
     busy = sum(parts.values())
+    host_bound = parts["overhead"] = host
     if device.asynchronous:
-        parts["overhead"] = _exposed_overhead(ops, device, parallelism, host_update, parts["optimizer"])
-    else:
-        parts["overhead"] = host
+        stretches = _stretches(ops, device, parallelism, host_update, parts["optimizer"])
+        parts["overhead"] = sum(stretch.exposed for stretch in stretches)
+        host_bound = sum(stretch.host for stretch in stretches if stretch.exposed > 0)
     for name in _LOCAL_PARTS:
         parts[name] *= parallelism.crowding
     if parallelism.devices > 1:
         parts |= traffic_seconds(ops, machine, parallelism, busy + parts["overhead"])
-    # If the host is slower than the device, all of its time limits the step, not only the exposed
-    # part.
-    host_bound = device.asynchronous and parts["overhead"] > 0
     return StepPrediction(
         step_seconds=sum(parts.values()),
         host_seconds=host * parallelism.crowding,
         parts=parts,
         memory=predicted_memory(ops, device, parallelism),
-        limited_by=_limit(parts, host if host_bound else parts["overhead"]),
+        limited_by=_limit(parts, host_bound * parallelism.crowding),
         samples=float(ops.samples * rounds * parallelism.devices),
     )
 
@@ -147,28 +158,39 @@ def _micro_batch_cost(ops: MicroBatchOps, device: DeviceCosts, parallelism: Para
     )
 
 
-def _exposed_overhead(
+@dataclass(frozen=True)
+class _Stretch:
+    """Seconds of host and device between two points where the host waits for the device."""
+
+    host: float
+    device: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the device waits for its host."""
+        return max(0.0, self.host - self.device)
+
+
+def _stretches(
     ops: MicroBatchOps,
     device: DeviceCosts,
     parallelism: Parallelism,
     host_update: float,
     device_update: float,
-) -> float:
-    """Return the seconds by which the host is slower than the device, the update at the end
-    included.
+) -> list[_Stretch]:
+    """Return the stretches of a step, the update at the end included.
 
-    They count over the whole step, or, if the host waits for the device, before the wait and after
-    it.
+    The whole step is one, unless the host waits for the device in each micro-batch.
     """
     rounds = parallelism.micro_batches
     whole = _micro_batch_cost(ops, device, parallelism)
     if ops.before_wait is None:
-        return max(0.0, rounds * (whole.host - whole.busy) + host_update - device_update)
+        return [_Stretch(rounds * whole.host + host_update, rounds * whole.busy + device_update)]
     first = _micro_batch_cost(ops.before_wait, device, parallelism)
-    before = first.host - first.busy
-    after = (whole.host - first.host) - (whole.busy - first.busy)
-    last = after + host_update - device_update
-    return rounds * max(0.0, before) + (rounds - 1) * max(0.0, after) + max(0.0, last)
+    before = _Stretch(first.host, first.busy)
+    after = _Stretch(whole.host - first.host, whole.busy - first.busy)
+    last = _Stretch(after.host + host_update, after.device + device_update)
+    return [before] * rounds + [after] * (rounds - 1) + [last]
 
 
 def _compute_seconds(
@@ -208,13 +230,21 @@ def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Paral
     )
 
 
-def _limit(parts: Mapping[str, float], overhead: float) -> str:
-    """Return the name of the largest part, with the overlap subtracted from gradients and gathering."""
+def _limit(parts: Mapping[str, float], host_bound: float) -> str:
+    """Return the name of the part that limits the step most.
+
+    ``host_bound`` are the seconds of the stretches in which the host is slower than the device. All
+    of them limit the step, not only those in which the device waits, and the device limits it in the
+    others alone. The overlap is subtracted from gradients and gathering.
+    """
+    device_parts = ("compute", "memory", "optimizer", "imbalance")
+    device_bound = sum(parts[name] for name in (*device_parts, "overhead")) - host_bound
     exposed_gradients = max(0.0, parts["gradients"] + parts["overlap"])
     rest = min(0.0, parts["gradients"] + parts["overlap"])
-    exposed = dict(parts) | {
-        "overhead": overhead,
+    limits = {name: min(parts[name], device_bound) for name in device_parts} | {
+        "overhead": host_bound,
         "gradients": exposed_gradients,
+        "exchange": parts["exchange"],
         "gathering": max(0.0, parts["gathering"] + rest),
     }
-    return _LIMIT_NAMES[max(_LIMIT_NAMES, key=lambda name: exposed[name])]
+    return _PART_TEXTS[max(limits, key=lambda name: limits[name])]

@@ -102,6 +102,26 @@ def test_a_host_hidden_behind_the_device_is_not_the_limit():
     assert predicted.limited_by == "memory bandwidth"
 
 
+@pytest.mark.parametrize(
+    ("before", "limit"), [(10, "memory bandwidth"), (29, "memory bandwidth"), (31, "host overhead")]
+)
+def test_a_host_is_the_limit_where_it_is_slower_alone(before: int, limit: str):
+    """After the wait, 32 ms of the device (30 ms of memory) hide 30 ms of the host, which limit nothing."""
+    ops = replace(OPS, operations=before + 30, before_wait=MicroBatchOps(samples=0, operations=before))
+    predicted = predict(ops, machine(operation_s=1e-3))
+    assert predicted.parts["overhead"] == pytest.approx(before * 1e-3)
+    assert predicted.limited_by == limit
+
+
+def test_a_device_limits_only_where_the_host_does_not_wait():
+    """Before the wait the host is slower (35 ms, of the device 32), after it the device computes nothing."""
+    busy = MicroBatchOps(samples=0, products=OPS.products, moves=OPS.moves, operations=35)
+    predicted = predict(replace(OPS, operations=35, before_wait=busy), machine(operation_s=1e-3))
+    assert predicted.parts["overhead"] == pytest.approx(3e-3)
+    assert predicted.parts_text() == "memory bandwidth 86%, host overhead 9%, arithmetic 6%"
+    assert predicted.limited_by == "host overhead"
+
+
 def test_samples_are_those_of_all_devices_and_micro_batches():
     predicted = predict(OPS, machine(1, 4), Parallelism(4, "data_parallel", micro_batches=3))
     assert predicted.samples == 4 * 3 * 4
