@@ -22,7 +22,7 @@ DECODER: dict[str, Any] = {
     "layers": 12,
     "sequence_length": 1024,
     "vocabulary": 50304,
-    "samples": 64,
+    "samples": 128,  # 16 on each of 8 devices
 }
 MODELS: dict[str, dict[str, Any]] = {
     "transformer, 124M": DECODER | {"experts": 0},

@@ -35,7 +35,7 @@ from orchestrator.plan.cost.scaling import (
     scaling_rows,
 )
 from orchestrator.plan.estimate import ModelFacts
-from orchestrator.types import BF16_PRECISIONS, PrecisionName, bytes_text, seconds_text, speed_text
+from orchestrator.types import BF16_PRECISIONS, PrecisionName, bytes_text, counted, seconds_text, speed_text
 
 if TYPE_CHECKING:
     from orchestrator.measure.tracing.fake_batches import TrainingData
@@ -119,6 +119,11 @@ def _assumptions(
             f"expert parallel has at most {job.experts} devices: there are as many experts, "
             "and each device holds one at least"
         )
+    if job.samples is not None and job.samples < job.micro_batch * spec.devices:
+        notes.append(
+            f"weak scaling has at most {counted(job.samples // job.micro_batch, 'device')}: "
+            f"each takes {counted(job.micro_batch, 'sample')} of a step, and the data has {job.samples:,}"
+        )
     if job.global_batch < spec.devices:
         notes.append(
             f"strong scaling has at most {job.global_batch} devices: its global batch has as many samples"
@@ -178,12 +183,21 @@ def _cluster_job(
     alone = with_weight_copies(config, facts, 1, _DEVICE, precision)
     tracer = make_tracer(task, alone, True, precision, grouped, recompute, data)
     batch = config.batch.batch_size
-    if not isinstance(batch, int):
-        batch = _largest_fitting_batch(tracer, machine.device, config.batch.gpu_memory_fraction)
-    global_batch = config.batch.global_batch_size or batch * _STRONG_MICRO_BATCHES
+    if isinstance(batch, int):
+        batch = facts.at_most(batch)
+    else:
+        most = facts.at_most(_MAX_DEFAULT_BATCH)
+        batch = _largest_fitting_batch(tracer, machine.device, most, config.batch.gpu_memory_fraction)
+    global_batch = facts.at_most(config.batch.global_batch_size or _strong_batch(batch, facts))
     units = getattr(task, "units_per_sample", 1)
     tf32 = gpu.capability >= (8, 0) and config.device.tf32 != "off"
-    return ScalingJob(tracer, batch, global_batch, experts_of(task), units, tf32)
+    return ScalingJob(tracer, batch, global_batch, experts_of(task), units, tf32, facts.samples)
+
+
+def _strong_batch(micro_batch: int, facts: ModelFacts) -> int:
+    """Return a global batch that the data can fill, and that many numbers of devices divide evenly."""
+    most = facts.at_most(micro_batch * _STRONG_MICRO_BATCHES) // micro_batch
+    return micro_batch * _power_of_two(most)
 
 
 def _measured_device(spec: ClusterSpec, path: Path | None) -> tuple[DeviceCosts, str] | None:
@@ -201,13 +215,18 @@ def _precision(config: Config, capability: tuple[int, int]) -> PrecisionName:
     return "bf16" if capability >= (8, 0) else "fp16"
 
 
-def _largest_fitting_batch(tracer: Tracer, device: DeviceCosts, memory_fraction: float) -> int:
-    """Return the largest power of two, up to a limit, whose step fits into the memory."""
-    batch = _MAX_DEFAULT_BATCH
+def _largest_fitting_batch(tracer: Tracer, device: DeviceCosts, most: int, memory_fraction: float) -> int:
+    """Return the largest power of two, up to ``most``, whose step fits into the memory."""
+    batch = _power_of_two(most)
     limit = memory_fraction * device.memory_bytes
     while batch > 1 and predicted_memory(tracer(batch, 1, 1, False), device, Parallelism()).total > limit:
         batch //= 2
     return batch
+
+
+def _power_of_two(most: int) -> int:
+    """Return the largest power of two up to ``most``, which is 1 or more."""
+    return 1 << (most.bit_length() - 1)
 
 
 # --- the table

@@ -64,12 +64,13 @@ class _StepSamples:
     """The samples of a step before they are cut into micro-batches.
 
     ``workers`` are the data ranks. ``fixed_by`` is the reason for a number that the plan may not
-    change; None if the plan is free to change it.
+    change; None if the plan is free to change it. ``cut`` says that the data has no more samples.
     """
 
     samples: int
     workers: int
     fixed_by: str | None
+    cut: str
 
     @property
     def share(self) -> int:
@@ -167,9 +168,7 @@ def _step_samples(
         samples = per_device * workers
     else:
         samples = _PLAIN_BATCH * accumulation * workers
-    if fixed_by:
-        fixed_by += _capped(samples, facts)
-    return _StepSamples(facts.at_most(samples), workers, fixed_by)
+    return _StepSamples(facts.at_most(samples), workers, fixed_by, _capped(samples, facts))
 
 
 def _single_pass_from(config: Config, step: _StepSamples) -> float:
@@ -296,7 +295,7 @@ def _accumulation(config: Config, batch: int, global_batch: int, workers: int) -
 
 def _global_batch(config: Config, facts: ModelFacts, batch: int, step: _StepSamples) -> Choice[int]:
     if step.fixed_by:
-        return Choice(step.samples, step.fixed_by)
+        return Choice(step.samples, step.fixed_by + step.cut)
     workers = step.workers
     times_workers = f" × {workers} workers" if workers > 1 else ""
     accumulation = config.batch.accumulation_steps
@@ -309,7 +308,7 @@ def _global_batch(config: Config, facts: ModelFacts, batch: int, step: _StepSamp
         reason = f"it is one measured batch{times_workers}"
         return Choice(facts.at_most(samples), reason + _capped(samples, facts))
     over_workers = f", over {workers} workers" if workers > 1 else ""
-    return Choice(step.samples, f"an optimizer step has this many samples{over_workers}")
+    return Choice(step.samples, f"an optimizer step has this many samples{over_workers}{step.cut}")
 
 
 def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int, fits: bool) -> Choice[int]:

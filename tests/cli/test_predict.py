@@ -138,6 +138,32 @@ def test_a_step_in_a_cuda_graph_is_said_to_have_one_launch(capsys: pytest.Captur
         assert ("; in a CUDA graph, which has one launch, it may be faster)" in shown) == (switch == "on")
 
 
+def test_the_tables_end_where_the_data_does(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--task synthetic --width 16 --layers 1 --experts 4 --samples 100"
+    flags = ["plan", *sizes.split(), "--cluster", "2x8xL4", "--json"]
+
+    def samples_of(*more: str) -> tuple[dict[str, list[float]], str]:
+        assert main([*flags, *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        rows = [row for row in found["rows"] if row["strategy"] != "expert_parallel"]
+        samples = {
+            kind: [row["samples"] for row in rows if row["kind"] == kind] for kind in ("weak", "strong")
+        }
+        return samples, "; ".join(found["notes"])
+
+    samples, notes = samples_of()
+    assert samples == {"weak": [64], "strong": [64] * 5}
+    assert "weak scaling has at most 1 device: each takes 64 samples of a step, and the data has 100" in notes
+    samples, notes = samples_of("--batch-size", "8")
+    assert samples == {"weak": [8, 16, 32, 64], "strong": [64] * 5}
+    assert "weak scaling has at most 12 devices" in notes
+    samples, notes = samples_of("--batch-size", "6")
+    assert samples["weak"] == [6, 12, 24, 48, 96]
+    assert "weak scaling has at most" not in notes
+    samples, _ = samples_of("--batch-size", "150", "--global-batch-size", "150")
+    assert samples == {"weak": [100], "strong": [100, 100, 100, 96, 96]}
+
+
 def test_a_wrong_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--cluster", "gpu=h2000"]) == 2
     assert "did you mean 'h200'" in capsys.readouterr().err

@@ -76,7 +76,10 @@ def test_reasons_of_the_global_batch_count_the_workers(workers: int, times: str)
     in_two = shared(workers, batch_size=8, global_batch_size=16 * workers).accumulation
     assert in_two.reason == f"{16 * workers} samples take 2 micro-batches of 8{times}"
     over = f", over {workers} workers" if workers > 1 else ""
-    assert shared(workers).global_batch.reason == f"an optimizer step has this many samples{over}"
+    in_a_step = f"an optimizer step has this many samples{over}"
+    assert shared(workers).global_batch.reason == in_a_step
+    short = shared(workers, model(samples=50)).global_batch
+    assert short == Choice(50, f"{in_a_step}, cut to the 50 samples of the data")
 
 
 def test_a_resumed_run_keeps_its_global_batch():

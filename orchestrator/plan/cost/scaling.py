@@ -171,6 +171,9 @@ class ScalingJob:
     experts: int
     tokens_per_sample: int
     tf32: bool
+    samples: int | None = None
+    """Training samples, at least as many as a micro-batch and the global batch have; None if only
+    reading them all would tell."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ def scaling_rows(job: ScalingJob, machine: Machine) -> list[ScalingRow]:
     batch.
 
     Both for data parallelism and, with experts, for expert parallelism on at most as many devices
-    as experts.
+    as experts. Steps with more samples than the data has are left out.
     """
     rows: list[ScalingRow] = []
     for kind in ("weak", "strong"):
@@ -224,6 +227,8 @@ def _rows(
         if kind == "strong" and devices > job.global_batch:
             continue
         batch, micro_batches = _share(job, kind, devices)
+        if job.samples is not None and devices * batch * micro_batches > job.samples:
+            continue
         predicted = _predict_row(job, machine, devices, strategy, batch, micro_batches)
         yield ScalingRow(
             kind=kind,
@@ -241,8 +246,8 @@ def _share(job: ScalingJob, kind: ScalingKind, devices: int) -> tuple[int, int]:
     if kind == "weak":
         return job.micro_batch, 1
     per_device = max(1, job.global_batch // devices)
-    batch = min(job.micro_batch, per_device)
-    return batch, max(1, per_device // batch)
+    micro_batches = -(-per_device // job.micro_batch)
+    return per_device // micro_batches, micro_batches
 
 
 def _predict_row(
@@ -268,8 +273,11 @@ def _predict_row(
 def by_kind(rows: list[ScalingRow]) -> Mapping[tuple[ScalingKind, StrategyName], list[ScalingRow]]:
     """Return the rows as tables, each of which begins with one device."""
     tables: dict[tuple[ScalingKind, StrategyName], list[ScalingRow]] = {}
-    one_device = {row.kind: row for row in rows if row.devices == 1}
-    for row in rows:
-        if row.devices > 1:
-            tables.setdefault((row.kind, row.strategy), [one_device[row.kind]]).append(row)
-    return tables or {(row.kind, row.strategy): [row] for row in rows}
+    for one_device in (row for row in rows if row.devices == 1):
+        kind = one_device.kind
+        of_more = [row for row in rows if row.kind == kind and row.devices > 1]
+        for row in of_more:
+            tables.setdefault((kind, row.strategy), [one_device]).append(row)
+        if not of_more:
+            tables[kind, one_device.strategy] = [one_device]
+    return tables

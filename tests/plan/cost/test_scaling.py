@@ -142,12 +142,34 @@ def test_experts_of_several_devices_are_loaded_unevenly():
     assert imbalance == {("single", 1): 0.0, ("data_parallel", 2): 0.0, ("expert_parallel", 2): uneven}
 
 
+def test_rows_that_the_data_cannot_fill_are_left_out():
+    job = ScalingJob(lambda samples, *_: replace(OPS, samples=samples), 2, 8, 0, 1, False, samples=8)
+    devices = [(row.kind, row.devices) for row in scaling_rows(job, machine(1, 8))]
+    weak = [("weak", 1), ("weak", 2), ("weak", 4)]
+    assert devices == [*weak, ("strong", 1), ("strong", 2), ("strong", 4), ("strong", 8)]
+    assert len(scaling_rows(replace(job, samples=None), machine(1, 8))) == 8
+
+
+def test_micro_batches_of_strong_scaling_hold_the_global_batch():
+    """100 samples are two micro-batches of 50, not one of 64."""
+    job = ScalingJob(lambda samples, *_: replace(OPS, samples=samples), 64, 100, 0, 1, False)
+    rows = [row for row in scaling_rows(job, machine(1, 2)) if row.kind == "strong"]
+    assert [(row.micro_batch, row.micro_batches) for row in rows] == [(50, 2), (50, 1)]
+
+
 def test_each_table_begins_with_one_device():
     job = ScalingJob(lambda samples, *_: replace(OPS, samples=samples), 2, 8, 2, 1, False)
     tables = by_kind(scaling_rows(job, machine(1, 4)))
     assert {name: [row.devices for row in rows] for name, rows in tables.items()} == {
         ("weak", "data_parallel"): [1, 2, 4],
         ("weak", "expert_parallel"): [1, 2],
+        ("strong", "data_parallel"): [1, 2, 4],
+        ("strong", "expert_parallel"): [1, 2],
+    }
+    small_data = replace(job, micro_batch=8, samples=15)
+    short = by_kind(scaling_rows(small_data, machine(1, 4)))
+    assert {name: [row.devices for row in rows] for name, rows in short.items()} == {
+        ("weak", "single"): [1],
         ("strong", "data_parallel"): [1, 2, 4],
         ("strong", "expert_parallel"): [1, 2],
     }
