@@ -156,8 +156,9 @@ def choose_compile(
         return Choice(False, "the number of steps is unknown; try --compile for a long run")
     rate = flops_per_second(gpu)
     step_s = max(flops / rate, _SHORTEST_STEP_S)
-    is_shortest = step_s == _SHORTEST_STEP_S
-    pace = f"{seconds_text(step_s)} a step, the least counted here" if is_shortest else f"{flops_text(rate)}/s"
+    pace = f"{flops_text(rate)}/s"
+    if step_s == _SHORTEST_STEP_S:
+        pace = f"{seconds_text(step_s)} a step, the least counted here"
     seconds = steps * step_s
     length = f"about {seconds_text(seconds)} of work at {pace}"
     if seconds < _COMPILE_PAYS_FROM_S:
