@@ -180,14 +180,10 @@ def _record_bank(
         recorder.record_small_operations(_OFFSET_OPERATIONS)
         return _record_experts(bank, recorder, rows_RD, weights, weights_R)
     sizes = row_counts(counts_E, rows_RD.shape[0])
+    # Split once, as the loop does: a slice for each expert would have a gradient as large as the whole stack.
+    slices = {role: stack.split(1) for role, stack in weights.items()}
     outputs = [
-        _record_experts(
-            bank,
-            recorder,
-            rows,
-            {role: stack[number : number + 1] for role, stack in weights.items()},
-            scales,
-        )
+        _record_experts(bank, recorder, rows, {role: own[number] for role, own in slices.items()}, scales)
         for number, (rows, scales) in enumerate(
             zip(rows_RD.split(sizes), weights_R.split(sizes), strict=True)
         )

@@ -30,6 +30,10 @@ def traced(hosts: int, samples: int = 16, **settings: Any) -> MicroBatchOps:
     return trace_micro_batch(load_task(Config.of(**settings)), samples, TraceOptions(hosts=hosts))
 
 
+def moved_bytes(ops: MicroBatchOps) -> int:
+    return sum(move.bytes * move.times for move in ops.moves)
+
+
 def test_a_layer_exchanges_counts_once_and_rows_four_times() -> None:
     """A row out is a token's features with the ids and weights of two experts."""
     ops = traced(2, **SMALL_MOE)
@@ -72,6 +76,18 @@ def test_the_peak_of_memory_does_not_grow_with_the_number_of_hosts() -> None:
     few_hosts = traced(8, samples=1024, **settings)
     many_hosts = traced(128, samples=1024, **settings)
     assert many_hosts.peak_bytes <= 1.1 * few_hosts.peak_bytes
+
+
+def test_a_loop_over_experts_moves_the_gradient_of_their_weights_once() -> None:
+    """A slice of the stack for each expert would have a gradient of the whole stack, and their sum."""
+    settings = SMALL_MOE | {"experts": 32, "expert_hidden_size": 512, "layers": 1}
+    task = load_task(Config.of(**settings))
+    grouped, loop = (
+        trace_micro_batch(task, 64, TraceOptions(on_gpu=True, precision="bf16", grouped=grouped))
+        for grouped in (True, False)
+    )
+    stack_bytes = 2 * 32 * (32 * 1024 + 512 * 32)
+    assert moved_bytes(loop) < moved_bytes(grouped) + 4 * stack_bytes
 
 
 @pytest.mark.parametrize("hosts", [3, 8, 16])
