@@ -79,7 +79,7 @@ def bench_table(results: list[BenchResult], task: str) -> Table:
     columns = [_figures(result, fp32_speed) for result in results]
     for name in columns[0]:
         table.add_row(name, *(column[name] for column in columns))
-    table.caption = "± half the distance of the quartiles"
+    table.caption = "±: half the interquartile range of the total"
     table.caption_justify = "left"
     return table
 

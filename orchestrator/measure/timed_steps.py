@@ -87,7 +87,7 @@ def _on_device(batch: StepBatch) -> StepBatch:
 
 @dataclass(frozen=True)
 class Summary:
-    """The median of several times, and their spread: half the distance between the quartiles."""
+    """The median of several times, and their spread: half the interquartile range."""
 
     median: float
     spread: float

@@ -158,7 +158,7 @@ def choose_compile(
     step_s = max(flops / rate, _SHORTEST_STEP_S)
     pace = f"{flops_text(rate)}/s"
     if step_s == _SHORTEST_STEP_S:
-        pace = f"{seconds_text(step_s)} a step, the least counted here"
+        pace = f"{seconds_text(step_s)} a step, the shortest that is assumed"
     seconds = steps * step_s
     length = f"about {seconds_text(seconds)} of work at {pace}"
     if seconds < _COMPILE_PAYS_FROM_S:

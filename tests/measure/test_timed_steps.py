@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return recorded
 
 
-def test_the_spread_is_half_the_distance_between_the_quartiles() -> None:
+def test_the_spread_is_half_the_interquartile_range() -> None:
     assert Summary.of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == Summary(median=4.0, spread=2.0)
     assert Summary.of([3.0]) == Summary(median=3.0, spread=0.0)
 

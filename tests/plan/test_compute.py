@@ -73,7 +73,7 @@ def test_a_long_run_on_a_gpu_is_compiled_and_a_short_one_is_not():
     uncompiled = planned(H200, short).compile
     assert not uncompiled.value
     assert uncompiled.reason == (
-        "the run is short (about 640 ms of work at 4 ms a step, the least counted here)"
+        "the run is short (about 640 ms of work at 4 ms a step, the shortest that is assumed)"
     )
     for plan in (planned(H200, short), planned(CPU, long), planned(H200, long, deterministic=True)):
         assert [rejected.option for rejected in plan.compile.rejected] == ["on"], (

@@ -36,15 +36,17 @@ def emulated_gpu(precision: PrecisionName, recorder: OpRecorder) -> Iterator[Non
         launching.available = before
 
 
-class _GpuAttention(TorchFunctionMode):
+class _RecordingMode(TorchFunctionMode):
+    def __init__(self, recorder: OpRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+
+class _GpuAttention(_RecordingMode):
     """Attention that a GPU fuses and a CPU does not: with dropout, and with values of another width.
 
     A CPU computes it with products of whole matrices, also above the diagonal, whose results take memory
     for all pairs. A GPU's kernel draws the random numbers of dropout itself."""
-
-    def __init__(self, recorder: OpRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -106,15 +108,11 @@ class _NarrowAttention(torch.autograd.Function):
         return *(torch.empty_like(tensor) for tensor in inputs), None, None, None
 
 
-class _GpuAutocast(TorchFunctionMode):
+class _GpuAutocast(_RecordingMode):
     """The fp32 operations of a GPU's autocast, which a CPU's autocast runs in low precision.
 
     A norm is computed from a copy in fp32, the softmax of a loss in fp32 without a copy.
     """
-
-    def __init__(self, recorder: OpRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -177,13 +177,14 @@ def with_unit(text: str) -> str:
 
 def verdict_boxes(record: RunRecord) -> str:
     """Return the findings about the result, if there are any, and the verdict on the speed."""
-    findings = [overfitting_finding(record), uneven_experts_finding(record), verdict(record)]
-    return "".join(_verdict_box(finding) for finding in findings if finding is not None)
+    of_result = (overfitting_finding(record), uneven_experts_finding(record))
+    boxes = [_finding_box(finding, "result") for finding in of_result if finding is not None]
+    of_speed = verdict(record)
+    label = "speed" if of_speed.bound_by == "unknown" else f"bound by {of_speed.bound_by}"
+    return "".join((*boxes, _finding_box(of_speed, label)))
 
 
-def _verdict_box(finding: Finding) -> str:
-    is_cause = finding.bound_by not in ("unknown", "overfitting", "uneven experts")
-    label = f"bound by {finding.bound_by}" if is_cause else "verdict"
+def _finding_box(finding: Finding, label: str) -> str:
     # A run that is bound by compute uses its device well.
     tone = {"unknown": "calm", "compute": "good"}.get(finding.bound_by, "warn")
     return (
