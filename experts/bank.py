@@ -294,13 +294,18 @@ class ExpertBank(nn.Module):
         return None
 
     def _check_unfused(self, x_TD: Tensor, num_rows: int) -> None:
-        """Raise ValueError where experts that are to compute in fp8 would compute in another type."""
-        if self.fp8 and num_rows and not isinstance(x_TD, FakeTensor):
-            raise ValueError(
-                f"experts of {self.width} × {sorted(set(self.sizes))} in {x_TD.dtype} on {x_TD.device.type} "
-                f"with the {self.kernel} kernel cannot compute in fp8: it needs plain swiglu experts, tokens "
-                f"in bf16, sizes in multiples of {SIZE_MULTIPLE}, and a GPU of compute capability 9 or 10"
-            )
+        """Raise ValueError where experts that are to compute in fp8 would compute in another type.
+
+        Outside of autocast and without gradients nothing is trained: a measurement computes in its own type."""
+        if not self.fp8 or not num_rows or isinstance(x_TD, FakeTensor):
+            return
+        if x_TD.dtype != torch.bfloat16 and not torch.is_grad_enabled():
+            return
+        raise ValueError(
+            f"experts of {self.width} × {sorted(set(self.sizes))} in {x_TD.dtype} on {x_TD.device.type} "
+            f"with the {self.kernel} kernel cannot compute in fp8: it needs plain swiglu experts, tokens "
+            f"in bf16, sizes in multiples of {SIZE_MULTIPLE}, and a GPU of compute capability 9 or 10"
+        )
 
     def _can_fuse(self, device: torch.device, dtype: torch.dtype) -> bool:
         if self.kind != "swiglu" or not self.form.is_plain:

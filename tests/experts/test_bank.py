@@ -221,5 +221,17 @@ def test_a_bank_in_fp8_refuses_to_compute_in_another_type() -> None:
     trip = sort_by_slot(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), 2, None)
     with pytest.raises(ValueError, match=r"torch\.float32 on cpu .* cannot compute in fp8"):
         bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), pytest.raises(ValueError, match="bfloat16"):
+        bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map)
     # Rows without a map are a measurement of the experts, not a pass.
     assert bank(x_TD, trip.counts_L, trip.weights_R).isfinite().all()
+
+
+@torch.no_grad()
+def test_a_bank_in_fp8_measures_tokens_in_fp32_as_one_without_it() -> None:
+    bank = ExpertBank(64, (64, 64))
+    x_TD = torch.randn(4, 64)
+    trip = sort_by_slot(torch.tensor([[0], [1], [1], [0]]), torch.rand(4, 1), 2, None)
+    expected_TD = bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map)
+    bank.fp8 = True
+    assert torch.equal(bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map), expected_TD)

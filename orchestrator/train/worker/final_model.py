@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-from experts.balance import gated_layers
+from experts.balance import gated_layers, moe_layers
 from experts.model import structure_of
 from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
 from orchestrator.record.files.events import Event, effective_events, of_kind, read_events
@@ -67,10 +67,17 @@ def final_model(
     model = _built_model(prepared.task) if live_model is None else live_model
     if contents is not None:
         restore_weights(model, with_average(contents) if averaged else contents)
-    for _, layer in gated_layers(model):
-        layer.statistics = None  # a part of the training
+    _end_training(model)
     log.write("final", **asdict(chosen), seconds=perf_counter() - began_s)
     return model
+
+
+def _end_training(model: nn.Module) -> None:
+    """Remove from a model what belongs to its training, so that it computes anywhere and in any type."""
+    for _, layer in gated_layers(model):
+        layer.statistics = None
+    for _, layer in moe_layers(model):
+        layer.bank.fp8 = False
 
 
 def _built_model(task: Task) -> nn.Module:

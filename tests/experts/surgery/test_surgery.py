@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from experts.surgery.expert_transfer import Slot, StateSpec
 from experts.surgery.surgery import Surgery, change_layer, restructure
 from experts.types import Kind
 from tests.support.moe.surgery import (
+    SPEC,
     WIDTH,
     Model,
     born,
@@ -178,6 +180,25 @@ def test_an_expert_made_afresh_gains_its_share_during_its_warm_up() -> None:
     state = optimizer.state[model.moe.bank.get_parameter("up_6")]
     assert not state["exp_avg"][2].any()
     assert torch.equal(state["exp_avg_sq"][2], state["exp_avg_sq"][0]), "the scale of another expert"
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_the_average_of_an_expert_made_afresh_begins_as_its_weights_do(top_k: int) -> None:
+    """From zero it would be too small for as many steps as it averages over."""
+    model, optimizer = make((6, 6), top_k)
+    gate_before = model.moe.gate.weight_ED
+    for parameter in model.parameters():
+        optimizer.state[parameter]["ema"] = parameter.detach() * 0.5
+    spec = replace(SPEC, slots=(*SPEC.slots, Slot("ema", torch.float64, False)))
+    change = born(2, size=6, warmup_steps=4)
+    change_layer(model, model.moe, change, Surgery(optimizer, spec, seed=0, step=3))
+    gate = model.moe.gate.weight_ED
+    average_ED = optimizer.state[gate]["ema"]
+    assert gate[2].any()
+    assert torch.equal(average_ED[2], gate[2])
+    assert torch.equal(average_ED[:2], gate_before * 0.5)
+    for _, _, stack in model.moe.bank.stacks():
+        assert torch.equal(optimizer.state[stack]["ema"][2], stack[2])
 
 
 def test_a_merge_of_equal_experts_keeps_the_function() -> None:
