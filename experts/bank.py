@@ -296,7 +296,7 @@ class ExpertBank(nn.Module):
     def _check_unfused(self, x_TD: Tensor, num_rows: int) -> None:
         """Raise ValueError where experts that are to compute in fp8 would compute in another type.
 
-        Outside of autocast and without gradients nothing is trained: a measurement computes in its own type."""
+        Outside of autocast and without gradients it is a measurement, which computes in its own type."""
         if not self.fp8 or not num_rows or isinstance(x_TD, FakeTensor):
             return
         if x_TD.dtype != torch.bfloat16 and not torch.is_grad_enabled():

@@ -136,12 +136,18 @@ class Stepper:
                 continue
             # Outside the handler, so that no frame of the failed attempt keeps its tensors alive.
             self._prepare_repetition(problem, step)
-        self._update.apply(global_totals, step)
-        self.state_memory.after_update(self.memory_parts)
+        self._apply(global_totals, step)
         self.clock.mark("optimizer")
         self._recovery.grow_back(step)
         self._report_compilation(perf_counter() - attempt_start)
         return global_totals
+
+    def _apply(self, totals: Totals, step: int) -> None:
+        """Update the weights. A skipped step leaves the statistics as they were before its passes."""
+        self._update.apply(totals, step)
+        if totals.finite is not None:
+            self._statistics.restore(totals.finite)
+        self.state_memory.after_update(self.memory_parts)
 
     def memory_parts(self) -> dict[str, int]:
         """Return the bytes of the state that exists now on this worker's device, by part."""
@@ -176,13 +182,13 @@ class Stepper:
         self.clock = PhaseClock()
         try:
             on_gpu = self.world.device.type == "cuda"
-            if not (on_gpu and torch.cuda.is_current_stream_capturing()):
-                self._statistics.save()  # a replay cannot fail half-way
+            # A replay cannot fail half-way, but a step in fp16 may be skipped.
+            if self.precision.scale is not None or not (on_gpu and torch.cuda.is_current_stream_capturing()):
+                self._statistics.save()
             self._begin(batch)
             totals = self._run_passes(batch, self._noise_seed(step))
             totals = self._reduction.reduce(totals, batch, NO_VOTES, self._nominal_count(batch))
-            self._update.apply(totals, step)
-            self.state_memory.after_update(self.memory_parts)
+            self._apply(totals, step)
             return totals
         finally:
             self.clock = clock

@@ -97,16 +97,16 @@ def test_recomputation_counts_loads_once() -> None:
 
 
 def never_balance(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_module, "update_balance", lambda model, loads: None)
+    patch.setattr(step_module, "update_balance", lambda model, loads, finite: None)
 
 
 def balance_once(patch: pytest.MonkeyPatch) -> None:
     real = step_module.update_balance
     calls = count()
 
-    def first_call_only(model: nn.Module, loads: Any) -> None:
+    def first_call_only(model: nn.Module, loads: Any, finite: Tensor | None) -> None:
         if next(calls) == 0:
-            real(model, loads)
+            real(model, loads, finite)
 
     patch.setattr(step_module, "update_balance", first_call_only)
 

@@ -88,6 +88,35 @@ def test_an_overflow_halves_the_scale_and_skips_the_update(kind: str) -> None:
     assert [step.finite for step in steps] == [True, False, True]
 
 
+@dataclass(frozen=True)
+class Normed(Tiny):
+    """The tiny model with a batch norm, which keeps statistics of its passes."""
+
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        model.head = nn.Sequential(nn.BatchNorm1d(self.width), model.head)
+        return model
+
+
+def test_a_skipped_step_changes_neither_balance_nor_statistics() -> None:
+    task = Normed((SIZES, SIZES), dtype=torch.float32, options={"bias_rate": 0.01})
+    stepper, feed = make_stepper(task, 8, 16, precision="fp16")
+    model: Any = stepper.strategy.model
+    states: list[list[Tensor]] = []
+    for step, batch in enumerate(step_batches(feed, 3)):
+        undo = make_overflow(stepper, "dense") if step == 1 else None
+        stepper.run(batch, step)
+        if undo is not None:
+            undo()
+        states.append([buffer.clone() for buffer in model.buffers()])
+    names = [name for name, _ in model.named_buffers()]
+    assert {"blocks.0.ffn.load_E", "blocks.1.ffn.gate.bias_E", "head.0.running_mean"} <= set(names)
+    for name, first, skipped, third in zip(names, *states, strict=True):
+        assert torch.equal(first, skipped), name
+        is_changing = name.endswith(("load_E", "bias_E", "running_mean", "running_var"))
+        assert not is_changing or not torch.equal(skipped, third), name
+
+
 def test_a_checkpoint_keeps_the_scale_and_the_count_of_good_steps() -> None:
     stepper, feed = make_stepper(TASK, 8, 16, precision="fp16")
     run_with_overflow(stepper, feed, overflow="dense")

@@ -1,9 +1,10 @@
 """Buffers that a forward pass changes: running statistics of norms, and statistics of routing.
 
-A step that is repeated must find them as they were."""
+A step that is repeated must find them as they were, and one that is skipped leaves them so."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from experts.balance import gated_layers
@@ -36,8 +37,8 @@ class StepStatistics:
         """Begin an attempt that has not saved anything yet."""
         self._is_saved = False
 
-    def restore(self) -> None:
-        """Put the statistics back, if this attempt has saved them."""
+    def restore(self, finite: Tensor | None = None) -> None:
+        """Put the statistics back, if this attempt has saved them; with ``finite``, where it is false."""
         if self._is_saved:
             for copy, buffer in self._changing:
-                buffer.copy_(copy)
+                buffer.copy_(copy if finite is None else torch.where(finite, buffer, copy))

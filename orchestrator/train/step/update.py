@@ -36,7 +36,7 @@ class WeightUpdate:
                 "model; try a smaller model, or a device with more memory"
             ) from None
         if totals.loads:
-            update_balance(self.strategy.model, totals.loads)
+            update_balance(self.strategy.model, totals.loads, totals.finite)
 
     def _divide_clip_and_step(self, totals: Totals, step: int) -> None:
         """Divide gradients by the count of the global batch, clip them, and update the weights."""
