@@ -279,8 +279,15 @@ def _check_replicas(replicas: int, parallel: ParallelSettings) -> None:
         )
 
 
-def check_optimizer(optim: OptimSettings, parallel: ParallelSettings) -> None:
-    """Raise ValueError for settings of the optimizer that need whole weights, where they are sharded."""
+def check_optimizer(optim: OptimSettings, parallel: ParallelSettings, evolution: EvolutionSettings) -> None:
+    """Raise ValueError where the optimizer's state cannot follow experts that change, or sharded weights."""
+    changes = f"evolution {evolution.evolution}" if evolution.evolution in ("cautious", "bold") else None
+    changes = changes or ("rebalance on" if evolution.rebalance == "on" else None)
+    if optim.optimizer == "adamw8bit" and changes is not None:
+        raise ValueError(
+            f"adamw8bit keeps the averages of experts in codes, which cannot follow experts that change, but "
+            f"{changes} is given; leave one of them out, or use --optimizer adamw"
+        )
     if parallel.sharding not in ("zero2", "zero3"):
         return
     if optim.needs_whole_weights:

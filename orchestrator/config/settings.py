@@ -175,7 +175,7 @@ class Config:
             possible_path(name, value)
         check_language_model(self.task, self.model, self.moe)
         check_devices(self.device.gpu_mode, self.parallel)
-        check_optimizer(self.optim, self.parallel)
+        check_optimizer(self.optim, self.parallel, self.evolution)
         check_strategy(self.parallel, self.batch, self.moe, self.evolution)
         check_batch_product(self.device.gpu_mode, self.parallel, self.batch)
         check_evolution(self.evolution, self.moe, self.parallel)

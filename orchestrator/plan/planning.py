@@ -201,6 +201,12 @@ def _complete_plan(
     tokens_per_host = batch * model_sharding.data_ranks * facts.units_per_sample // count
     model_is_divided = strategy == "expert_parallel" or setup.sharding.value != "none"
     compilation = choose_compile(config, facts, model_is_divided, gpu, flops, steps.value)
+    if strategy == "expert_parallel" and compilation.value and recompute:
+        raise UserError(
+            "--compile and recomputed activations do not go together on expert hosts, and activations are "
+            f"recomputed ({batching.recompute.reason}); leave --compile out, or give "
+            "--activation-checkpointing off"
+        )
     fused_optimizer = choose_fused_optimizer(config, facts)
     kernel = choose_kernel(config, facts, precision.value, gpu.capability if gpu else None)
     step_form = StepForm(

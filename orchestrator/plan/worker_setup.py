@@ -15,6 +15,7 @@ from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.workers import (
     check_data_tasks,
     choose_backend,
+    check_whole_weights,
     choose_dense_sharding,
     choose_sharding,
     choose_workers,
@@ -87,6 +88,7 @@ def worker_group(
     else:
         sharding = choose_sharding(config, facts, count, limit_bytes, on_gpu, evolves)
         model_sharding = ModelSharding(count, sharding.value, config.parallel.cpu_offload)
+    check_whole_weights(config, sharding)
     return WorkerSetup(
         strategy,
         device,

@@ -270,6 +270,22 @@ def choose_dense_sharding(
     return Choice(chosen, reason, rejected)
 
 
+def check_whole_weights(config: Config, sharding: Choice[ShardingForm]) -> None:
+    """Raise UserError if the plan shards weights that the optimizer or the evaluation needs whole.
+
+    Sharding that is asked for is refused with the settings already."""
+    if sharding.value == "none":
+        return
+    flag = f"--optimizer {config.optim.optimizer}" if config.optim.needs_whole_weights else None
+    flag = flag or ("--evaluate-ema" if config.optim.evaluate_ema else None)
+    if flag is not None:
+        remedy = "choose adamw" if config.optim.needs_whole_weights else "leave it out"
+        raise UserError(
+            f"{flag} needs whole weights, and they have to be sharded ({sharding.value}): {sharding.reason}; "
+            f"{remedy}, or give more memory"
+        )
+
+
 def check_cpu(config: Config, on_gpu: bool) -> None:
     """Raise ResourceError for settings that torch supports on GPUs only."""
     if on_gpu:

@@ -44,6 +44,11 @@ DATA_PARALLEL: dict[str, Any] = {"parallel_strategy": "data_parallel"}
             ("adamw8bit needs whole weights", "sharding"),
         ),
         ({"optimizer": "muon", "sharding": "zero3", "workers": 2}, ("muon needs whole weights", "sharding")),
+        (
+            {"optimizer": "adamw8bit", "rebalance": "on", "parallel_strategy": "expert_parallel"},
+            ("adamw8bit", "rebalance on", "--optimizer adamw"),
+        ),
+        ({"optimizer": "adamw8bit", "evolution": "bold"}, ("adamw8bit", "evolution bold")),
         ({"optimizer": "adamw8bit", "momentum": 0.9}, ("momentum", "adamw8bit has --betas")),
         ({"gpu_mode": "cpu", "backend": "nccl"}, ("backend nccl", "gpu_mode is cpu", "gloo")),
         ({"gpu_mode": "single_gpu", "workers": 2}, ("single_gpu", "workers is 2", "multi_gpu")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -251,6 +252,29 @@ def test_a_state_that_does_not_fit_is_sharded():
     assert chosen.sharding.value == "zero2"
     assert chosen.memory.fits
     assert not planned(FOUR_SMALL, BIG, sharding="none").memory.fits
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"optimizer": "muon"}, "--optimizer muon"),
+        ({"optimizer": "adamw8bit"}, "--optimizer adamw8bit"),
+        ({"ema_decay": 0.9, "evaluate_ema": True}, "--evaluate-ema"),
+    ],
+)
+def test_a_plan_that_must_shard_refuses_what_needs_whole_weights(settings: dict[str, Any], flag: str):
+    big = replace(BIG, parameters=2 * BIG.parameters, trainable=2 * BIG.trainable)
+    assert planned(FOUR_SMALL, big).sharding.value != "none"
+    with pytest.raises(UserError, match=f"{flag} needs whole weights, and they have to be sharded"):
+        planned(FOUR_SMALL, big, **settings)
+
+
+def test_compiled_experts_on_hosts_are_not_recomputed():
+    settings: dict[str, Any] = {"parallel_strategy": "expert_parallel", "workers": 2, "compile": "on"}
+    experts = model(experts=4, expert_parameters=10**6)
+    assert planned(TWO, experts, **settings).compile.value
+    with pytest.raises(UserError, match="--compile and recomputed activations"):
+        planned(TWO, experts, **settings, activation_checkpointing="on")
 
 
 def test_the_estimate_accounts_for_offloading():

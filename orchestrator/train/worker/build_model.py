@@ -87,11 +87,6 @@ def build_parts(
 
     ``host_of`` is the rank of each layer's experts. ``experts`` describes them where they are not as
     the task builds them, or have copies."""
-    if host_of is not None and plan.compile.value and plan.activation_checkpointing.value:
-        raise UserError(
-            "--compile and --activation-checkpointing on do not go together on expert hosts; "
-            "leave one of them out"
-        )
     model = build_model(config, plan, task, world, host_of, experts)
     if plan.evolution_rules is not None:
         for _, layer in gated_layers(model):
@@ -273,11 +268,6 @@ def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) ->
         if schedule is not None:
             float(schedule(0))  # a schedule that fails should fail here, as the task's error
     if optimizer is None:
-        if config.optim.needs_whole_weights and plan.sharding.value != "none":
-            raise UserError(
-                f"--optimizer {config.optim.optimizer} needs whole weights, and the plan shards them to save "
-                "memory; choose adamw"
-            )
         settings = replace(config.optim, learning_rate=plan.learning_rate.value)
         optimizer = build_named_optimizer(model, settings, plan.fused_optimizer.value, trained)
     average = None
