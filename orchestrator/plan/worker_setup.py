@@ -14,8 +14,8 @@ from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.workers import (
     check_data_tasks,
-    choose_backend,
     check_whole_weights,
+    choose_backend,
     choose_dense_sharding,
     choose_sharding,
     choose_workers,
