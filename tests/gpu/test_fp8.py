@@ -22,7 +22,7 @@ from experts.layer import MoELayer
 from experts.tokens.dispatch import sort_by_slot
 from experts.types import Trip
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import by_step, read_events
+from orchestrator.record.files.events import by_step, of_kind, read_events
 from orchestrator.trainer import Trainer
 
 DEVICE = torch.device("cuda:0")
@@ -420,3 +420,29 @@ def test_a_run_learns_as_in_bf16(settings: dict[str, str], tmp_path: Path) -> No
     assert losses["fp8"][-1] < 0.7 * losses["fp8"][0]
     assert losses["fp8"] != losses["bf16"]
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.05)
+
+
+def test_experts_change_in_a_run_and_its_model_computes_anywhere(tmp_path: Path) -> None:
+    """A birth or merge measures the layer outside of autocast; the model at the end has no fp8 left."""
+    config = Config.of(
+        precision="fp8",
+        width=64,
+        expert_hidden_size=64,
+        experts=4,
+        evolution="bold",
+        sleep_every=5,
+        birth_entropy=0.1,
+        birth_patience=1,
+        newborn_warmup=5,
+        max_steps=30,
+        change_tolerance=1000.0,
+        run_dir=tmp_path,
+    )
+    result = Trainer(config=config, quiet=True).fit()
+    assert result.status == "completed"
+    changes = of_kind(read_events(tmp_path / "events.jsonl"), "expert")
+    assert any(event["change"] == "born" and event["output_change"] is not None for event in changes)
+    model = result.model
+    for device in ("cuda", "cpu"):
+        logits_BC, _ = model.to(device)(torch.randn(3, 64, device=device))
+        assert logits_BC.isfinite().all()
