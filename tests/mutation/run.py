@@ -9,6 +9,8 @@ forked from this one, with torch and pytest loaded already, runs ``pytest -x`` t
 tests first. A mutant is killed when a test fails or takes too long; it survives when all tests pass.
 Survivors are printed with their file, line and diff.
 
+With ``--planted`` the faults of ``planted.yaml`` are run in place of mutants, with the tests named there.
+
 A mutant that no test can kill on a CPU (the program behaves the same, or needs a GPU) is listed in
 ``equivalent.yaml``. It is not run, and not counted in the score: killed / (killed + survived).
 """
@@ -44,6 +46,7 @@ from tests.mutation.targets import TARGETS, mirrored_tests, target_files
 
 ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.yaml")
+PLANTED = Path(__file__).with_name("planted.yaml")
 POLL_S = 0.02
 NO_TESTS = 5  # pytest's exit code
 # Limits as multiples of the unchanged run, and the least of them: a mutant may slow the tests down,
@@ -52,6 +55,15 @@ TEST_FACTOR = 6
 LEAST_TEST_S = 10.0
 RUN_FACTOR = 4
 LEAST_RUN_S = 20.0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A mutant to run, and the test files that are to notice it."""
+
+    target: str
+    mutant: Mutant
+    tests: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -129,20 +141,19 @@ def run_baseline(folder: Path, target: str, tests: Sequence[str]) -> float:
     return time.monotonic() - begun
 
 
-def plan_jobs(chosen: Sequence[tuple[str, Mutant]], folder: Path) -> Iterator[Job]:
-    """Measure the tests of each module once, and derive the limits of its mutants."""
-    measured: dict[str, tuple[TestRun, float]] = {}
-    for target, mutant in chosen:
-        if target not in measured:
-            measured[target] = _measure(target, folder)
-        tests, limit_s = measured[target]
-        yield Job(target, read_module(target), mutant, tests, limit_s)
+def plan_jobs(chosen: Sequence[Chosen], folder: Path) -> Iterator[Job]:
+    """Measure the tests of mutants once, and derive their limits."""
+    measured: dict[tuple[str, ...], tuple[TestRun, float]] = {}
+    for each in chosen:
+        if not each.tests:
+            raise SystemExit(f"{each.target} has no tests: name them in tests/mutation/targets.py")
+        if each.tests not in measured:
+            measured[each.tests] = _measure(each.target, each.tests, folder)
+        tests, limit_s = measured[each.tests]
+        yield Job(each.target, read_module(each.target), each.mutant, tests, limit_s)
 
 
-def _measure(target: str, folder: Path) -> tuple[TestRun, float]:
-    tests = mirrored_tests(ROOT, target)
-    if not tests:
-        raise SystemExit(f"{target} has no tests: name them in tests/mutation/targets.py")
+def _measure(target: str, tests: Sequence[str], folder: Path) -> tuple[TestRun, float]:
     seconds = run_baseline(folder, target, tests)
     say(f"{target}: tests pass unchanged in {seconds:.1f} s ({', '.join(tests)})")
     test_limit_s = max(LEAST_TEST_S, TEST_FACTOR * slowest(read_durations(folder), tests))
@@ -184,17 +195,34 @@ def read_equivalents(path: Path = EQUIVALENT) -> dict[tuple[str, str, str], str]
     return {(entry["file"], entry["removed"], entry["added"]): entry["reason"] for entry in entries}
 
 
-def choose_mutants(targets: Sequence[str], count: int | None, seed: int) -> list[tuple[str, Mutant]]:
-    """Return the mutants to run: all that are not listed as equivalent, or a sample of them."""
+def choose_mutants(targets: Sequence[str]) -> list[Chosen]:
+    """Return all mutants that are not listed as equivalent."""
     equivalents = read_equivalents()
-    every = [(target, mutant) for target in targets for mutant in mutants_of(target)]
-    candidates = [
-        (target, mutant)
-        for target, mutant in every
+    return [
+        Chosen(target, mutant, tuple(mirrored_tests(ROOT, target)))
+        for target in targets
+        for mutant in mutants_of(target)
         if (target, mutant.removed, mutant.added) not in equivalents
     ]
+
+
+def read_planted(path: Path = PLANTED) -> list[Chosen]:
+    """Return the faults that are planted by hand, each in the first place that has its text."""
+    planted: list[Chosen] = []
+    for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
+        source = read_module(entry["file"])
+        removed, added = entry["removed"], entry["added"]
+        if removed not in source:
+            raise SystemExit(f"{path.name}: {entry['file']} has no text {removed!r}; correct the entry")
+        line = source[: source.index(removed)].count("\n") + 1
+        mutant = Mutant("planted", line, source.replace(removed, added, 1), removed, added)
+        planted.append(Chosen(entry["file"], mutant, tuple(entry["tests"])))
+    return planted
+
+
+def sample(candidates: Sequence[Chosen], count: int | None, seed: int) -> list[Chosen]:
     if count is None or count >= len(candidates):
-        return candidates
+        return list(candidates)
     picked = sorted(random.Random(seed).sample(range(len(candidates)), count))
     return [candidates[index] for index in picked]
 
@@ -251,6 +279,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants tested at a time")
     parser.add_argument("--no-preload", action="store_true", help="for modules whose tests need no torch")
+    parser.add_argument("--planted", action="store_true", help="the faults of planted.yaml, not mutants")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument(
         "--fail-under", type=float, default=0.0, metavar="PERCENT", help="exit 1 below this score"
@@ -263,10 +292,12 @@ def main() -> int:
     targets = target_files(ROOT, options.targets)
     if not targets:
         raise SystemExit(f"no module matches {' '.join(options.targets)}; give paths such as experts/gate.py")
-    chosen = choose_mutants(targets, options.count, options.seed)
+    candidates = read_planted() if options.planted else choose_mutants(targets)
+    chosen = sample(candidates, options.count, options.seed)
     if options.list:
-        for target, mutant in chosen:
-            say(f"{target}:{mutant.line} {mutant.kind}: {mutant.removed} => {mutant.added}")
+        for each in chosen:
+            mutant = each.mutant
+            say(f"{each.target}:{mutant.line} {mutant.kind}: {mutant.removed} => {mutant.added}")
         return 0
     if not options.no_preload:
         preload()
