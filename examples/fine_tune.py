@@ -89,7 +89,7 @@ def fine_tune(here: Path) -> None:
     losses = trainer.fit().history["loss"]
     print(f"loss {losses.iloc[0]:.3f} at the first step, {losses.iloc[-1]:.3f} at the last")
     assert orchestrator(["export", str(here / "run"), str(here / "tuned")]) == 0
-    tuned = AutoModelForCausalLM.from_pretrained(here / "tuned")
+    tuned = AutoModelForCausalLM.from_pretrained(here / "tuned", trust_remote_code=False)
     print(f"exported: {type(tuned).__name__} with {tuned.num_parameters():,} parameters")
 
 

@@ -123,7 +123,9 @@ def _transformers(
     free_memory()
     with device:
         model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=weights, experts_implementation=implementation
+            AutoConfig.from_pretrained(folder, trust_remote_code=False),
+            dtype=weights,
+            experts_implementation=implementation,
         )
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -50,6 +50,8 @@ YAML_LOADS = {
     "yaml.FullLoader",
     "yaml.UnsafeLoader",
 }
+ASKING = (".from_pretrained", ".from_config")
+"""Functions of ``transformers`` that load the code of a model's folder if they may."""
 IMPORTERS = {
     "orchestrator": "re-exports a fixed list of names",
     "orchestrator.cli.main": "imports the module of a verb, from a fixed list",
@@ -86,12 +88,13 @@ def executing_calls(module: str, tree: ast.AST) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
-        enabled = {
-            k.arg for k in node.keywords if isinstance(k.value, ast.Constant) and k.value.value is True
-        }
+        constants = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
+        enabled = {name for name, value in constants.items() if value is True}
         dynamic = called.endswith((".import_module", ".exec_module")) and module not in IMPORTERS
         unsafe = enabled & {"allow_pickle", "shell", "trust_remote_code"}
-        if called in EXECUTES | LOADS | YAML_LOADS or dynamic or unsafe:
+        # Unset, transformers asks on the terminal and runs the folder's code on "y".
+        asks = called.endswith(ASKING) and constants.get("trust_remote_code") is not False
+        if asks or called in EXECUTES | LOADS | YAML_LOADS or dynamic or unsafe:
             yield f"{module}:{node.lineno} {called}"
 
 
@@ -117,6 +120,8 @@ def test_no_call_loads_code_from_data() -> None:
         "subprocess.run(text, shell=True)",
         "importlib.import_module(name)",
         "exec(text)",
+        "AutoConfig.from_pretrained(folder)",
+        "AutoModel.from_config(config, trust_remote_code=trusted)",
     ],
 )
 def test_planted_executions_are_found(planted: str) -> None:

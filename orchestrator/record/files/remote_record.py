@@ -18,8 +18,11 @@ from orchestrator.storage.folder import RemoteFolder, is_safe_name, open_folder
 
 EVENTS = "events.jsonl"
 _NEEDED = re.compile(
-    r"events(\.driver)?\.jsonl|config(\.\d{3})?\.yaml|(plan|summary)\.json|hf/\w[\w.-]*", re.ASCII
+    r"events(\.driver)?\.jsonl|config(\.\d{3})?\.yaml|(plan|summary)\.json"
+    r"|hf/(\w[\w.-]*\.(json|txt|model|jinja|tiktoken)|LICENSE(\.(md|txt))?)",
+    re.ASCII,
 )
+"""Of the model's files, data alone: no code and no pickles."""
 _LEFT_OUT = ("checkpoints", "remote", "logs/ray_train")
 _LEFT_OUT_NAMES = re.compile(r"\..*|.*\.pid|nonce|stop|sock", re.ASCII)
 _INTERVAL_SECONDS = 10.0

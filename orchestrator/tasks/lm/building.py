@@ -13,7 +13,7 @@ from experts.balance import moe_layers
 from experts.bank import banks_have_memory
 from experts.transformers.layout import is_experts_module
 from experts.transformers.registration import use
-from orchestrator.errors import UserError
+from orchestrator.tasks.lm.model_folder import empty_causal_lm
 
 
 def build_causal_lm(config: Any) -> nn.Module:
@@ -21,13 +21,8 @@ def build_causal_lm(config: Any) -> nn.Module:
 
     Experts that ours can compute are ours afterwards. In ``without_memory`` they get none: most of them
     live on other hosts."""
-    from transformers import AutoModelForCausalLM
-
     with _parameters_without_memory():
-        try:
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except ValueError as error:
-            raise UserError(f"--model is no causal language model: {str(error).splitlines()[0]}") from None
+        model: nn.Module = empty_causal_lm(config, dtype=torch.float32)
     if any(is_experts_module(module) for module in model.modules()):
         use(model)
     banks = [layer.bank for _, layer in moe_layers(model)]

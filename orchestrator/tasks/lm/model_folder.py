@@ -16,12 +16,16 @@ CONFIG = "config.json"
 KEPT = "hf"
 """The folder below a run's with the config and the tokenizer of its model."""
 INSTALL = "pip install 'expert-orchestrator[hf]'"
-_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE", "LICENSE.md")
 """The config, the tokenizer, the generation config and their like. None of them is a pickle or code."""
 _MAX_SMALL_BYTES = 2**27
 """No tokenizer is as large; data that lies beside a model may be."""
 _INDEX = ".index.json"
 _WEIGHT_FILES = ("*.safetensors",)
+_NO_CODE = (
+    "models with code of their own are not trained (nothing from a model's folder is executed): give a model "
+    "of a family that transformers itself has"
+)
 
 
 def model_folder(model: str, *, with_weights: bool) -> Path:
@@ -81,13 +85,23 @@ def load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder)
+        # Without the argument transformers asks whether to run the folder's code.
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{folder / CONFIG} is no configuration that this version of transformers knows: "
-            f"{_first_line(error)}; models with code of their own are not trained (nothing from a model's "
-            "folder is executed)"
+            f"{_first_line(error)}; {_NO_CODE}"
         ) from None
+
+
+def empty_causal_lm(config: Any, **settings: Any) -> Any:
+    """Return the causal language model of a configuration, on the default device."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
+    except ValueError as error:
+        raise UserError(f"--model is no causal language model: {_first_line(error)}; {_NO_CODE}") from None
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -95,7 +109,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _no_tokenizer(folder, _first_line(error)) from None
     # Without the files of a tokenizer, transformers makes an empty one of some families, and says nothing.
@@ -107,7 +121,8 @@ def load_tokenizer(folder: Path) -> Any:
 def _no_tokenizer(folder: Path, reason: str) -> UserError:
     return UserError(
         f"{folder} has no tokenizer that can be read: {reason}; the folder of a model needs "
-        "its tokenizer.json and tokenizer_config.json: copy them there"
+        "its tokenizer.json and tokenizer_config.json: copy them there (nothing from a model's folder is "
+        "executed, so a tokenizer with code of its own cannot be used)"
     )
 
 

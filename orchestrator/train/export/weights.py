@@ -17,7 +17,7 @@ import torch
 from experts.transformers.files.original import OriginalNames, WritingPlan, plan_writing
 from experts.transformers.files.writing import TensorSource, write_weights
 from orchestrator.errors import UserError
-from orchestrator.tasks.lm.model_folder import CONFIG, copy_small_files
+from orchestrator.tasks.lm.model_folder import CONFIG, copy_small_files, empty_causal_lm, load_config
 from orchestrator.train.checkpoint.weight_source import CheckpointWeights
 from orchestrator.train.export.folder import new_folder
 
@@ -125,18 +125,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def model_without_memory(folder: Path) -> Any:
     """Return the model of a folder on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"{folder / CONFIG} describes no causal language model that this version of transformers knows: "
-            f"{reason}"
-        ) from None
+    with torch.device("meta"):
+        return empty_causal_lm(load_config(folder))
 
 
 def _dtype_of(config: dict[str, Any]) -> torch.dtype | None:

@@ -132,15 +132,23 @@ def test_neither_weights_nor_pickles_nor_code_are_copied(tmp_path: Path) -> None
     assert not (tmp_path / "copy" / "config.json").exists()
 
 
-def test_the_kept_files_of_a_remote_run_are_downloaded(tmp_path: Path) -> None:
-    names = ("hf/config.json", "hf/tokenizer.model", "hf/.hidden", "hf/deep/config.json", "report.html")
-    for name in names:
+def test_the_kept_files_of_a_remote_run_are_downloaded_without_code(tmp_path: Path) -> None:
+    needed = {"hf/config.json", "hf/tokenizer.model", "hf/LICENSE", "hf/vocab.tiktoken"}
+    others = {
+        "hf/.hidden",
+        "hf/deep/config.json",
+        "hf/modeling.py",
+        "hf/a.pkl",
+        "hf/x.json.py",
+        "report.html",
+    }
+    for name in needed | others:
         path = tmp_path / "remote" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
     download_record(open_folder("the run folder", (tmp_path / "remote").as_uri()), tmp_path / "copy")
-    copied = {path.relative_to(tmp_path / "copy").as_posix() for path in (tmp_path / "copy").rglob("*.*")}
-    assert copied == {"hf/config.json", "hf/tokenizer.model"}
+    copied = {path.relative_to(tmp_path / "copy").as_posix() for path in (tmp_path / "copy").glob("*/*")}
+    assert copied == needed
 
 
 def test_a_link_out_of_the_kept_files_is_refused(tmp_path: Path) -> None:
