@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.client import HTTPConnection
 
 import pytest
 
 from orchestrator.errors import UserError
-from orchestrator.record.live.endpoint import RunMetrics, metrics_endpoint
+from orchestrator.record.live.endpoint import MAX_CONNECTIONS, RunMetrics, metrics_endpoint
 from orchestrator.record.live.exposition import CONTENT_TYPE
 from tests.support.fakes.fake_events import FakeRun, run_events
 
@@ -96,6 +98,60 @@ def test_the_endpoint_ends_with_the_run_although_a_scraper_stays(notes: list[str
         ask(port)
     silent.close()
     assert not any(thread.name == "metrics" for thread in threading.enumerate())
+
+
+def closed(client: socket.socket) -> bool:
+    """Whether the other side closes a connection without an answer."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_slow_clients_take_few_descriptors_and_no_scrape_waits_for_them(
+    served: RunMetrics, notes: list[str]
+) -> None:
+    del served
+    port = port_of(notes)
+    before = len(os.listdir("/proc/self/fd"))
+    slow = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(200)]
+    for client in slow:
+        with suppress(ConnectionError):
+            client.send(b"GET /metrics HTTP/1.0\r\nX-Slow: ")
+    assert ask(port)[0] == 200
+    taken = len(os.listdir("/proc/self/fd")) - before - len(slow)
+    assert taken <= MAX_CONNECTIONS
+    assert sum("process_request" in thread.name for thread in threading.enumerate()) <= MAX_CONNECTIONS
+    assert closed(slow[0])
+    for client in slow:
+        client.close()
+
+
+def test_a_client_that_goes_on_sending_is_closed_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, served: RunMetrics, notes: list[str]
+) -> None:
+    del served
+    monkeypatch.setattr("orchestrator.record.live.endpoint._REQUEST_SECONDS", 0.3)
+    client = socket.create_connection(("127.0.0.1", port_of(notes)), timeout=0.05)
+    is_closed = False
+    while not is_closed:
+        client.send(b"x")
+        with suppress(TimeoutError):
+            is_closed = closed(client)
+    client.close()
+
+
+def test_a_long_request_is_not_read(
+    served: RunMetrics, notes: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    del served
+    headers = [b"X-Long: " + b"x" * 60_000] * 60
+    client = socket.create_connection(("127.0.0.1", port_of(notes)), timeout=20)
+    with client, suppress(ConnectionError):
+        client.sendall(b"\r\n".join([b"GET /metrics HTTP/1.0", *headers, b"", b""]))
+        assert client.recv(2**16) == b""
+    assert ask(port_of(notes))[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_without_a_port_nothing_listens(notes: list[str]) -> None:
