@@ -65,9 +65,9 @@ end() {
 }
 
 start_node() {
-  local state python=$2 cpus=$3 gpus=$4 agent=$5
+  local state python=$2 cpus=$3 gpus=$4
   state=$(state_of "$1")
-  shift 5
+  shift 4
   (umask 077 && mkdir -p "$state")
   if runs "$state/node"; then
     echo "runs already: $(hostname)"
@@ -77,7 +77,7 @@ start_node() {
   (umask 077 && cat > "$state/token")
   RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$state/token launch "$state/node" "$state/node.log" \
     "$python" -m ray.scripts.scripts start "$@" --num-cpus="$cpus" --num-gpus="$gpus" \
-    --dashboard-agent-listen-port="$agent" --disable-usage-stats --block
+    --dashboard-agent-listen-port=0 --disable-usage-stats --block
   until grep -q 'Ray runtime started' "$state/node.log"; do
     runs "$state/node" || {
       tail -n 20 "$state/node.log" >&2
@@ -154,7 +154,7 @@ start() {
   for host in "${HOSTS[@]}"; do
     role=(--address="$address")
     [ "$index" -gt 0 ] || role=(--head --port="$PORT" --node-ip-address="${address%:*}" --include-dashboard=false)
-    printf %s "$token" | on "$host" start_node "$(key "$host")" "$PYTHON" "$CPUS" "$GPUS" $((PORT + 1 + index)) "${role[@]}"
+    printf %s "$token" | on "$host" start_node "$(key "$host")" "$PYTHON" "$CPUS" "$GPUS" "${role[@]}"
     index=$((index + 1))
   done
 }

@@ -105,19 +105,18 @@ def job(tmp_path: Path) -> Iterator[SlurmJob]:
     try:
         yield SlurmJob(folder, number)
     finally:
-        for node in range(2):
-            shutil.rmtree(f"/tmp/ray-{number}-{node}", ignore_errors=True)
+        for path in Path("/tmp").glob(f"ray-{number}-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def free_job_number() -> int:
-    """Return a number whose ports are free: the script takes them from the number of its job."""
+    """Return a number whose port is free: the script takes it from the number of its job."""
     while True:
         number = random.SystemRandom().randrange(1, 10**6)
         base = 20000 + number % 10000
         with suppress(OSError):
-            for port in (base, base + 10000, base + 10001):
-                with socket.socket() as probe:
-                    probe.bind(("", port))
+            with socket.socket() as probe:
+                probe.bind(("", base))
             return number
 
 
@@ -152,15 +151,12 @@ def test_a_job_near_its_time_limit_saves_is_queued_again_and_continues(job: Slur
     process = job.start(STEPS)
     try:
         wait_until(lambda: job.run_dir.exists() and steps_recorded(job.run_dir) >= 4, job, process)
-        tokens = list((job.folder / "runs").glob(".ray-token-*"))
-        assert [path.stat().st_mode & 0o777 for path in tokens] == [0o600]
         # Slurm sends the signal to the script alone.
         process.send_signal(signal.SIGUSR1)
     finally:
         code = finish(process, job)
     assert code == 130, job.log
     assert job.calls == f"requeue {job.number}\n"
-    assert not list((job.folder / "runs").glob(".ray-token-*"))
     stopped = read_summary(job.run_dir)
     assert (stopped["status"], stopped["workers"]) == ("stopped", 2)
 
