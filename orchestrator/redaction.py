@@ -1,7 +1,8 @@
 """Masking of secrets in everything that is written and shown.
 
-Secrets are values of environment variables with a telling name, and passwords in addresses. The
-functions are pure: the caller reads the environment and passes the values.
+Secrets are values of environment variables with a telling name, and texts that are secrets by their
+form (passwords in addresses, private keys) or by the name before them. The functions are pure: the
+caller reads the environment and passes the values.
 """
 
 from __future__ import annotations
@@ -20,13 +21,26 @@ Secrets = tuple[str, ...]
 
 MASK = "***"
 _MIN_CHARS = 6  # shorter values are words of ordinary text
+_MIN_TOKEN_CHARS = 20  # of a token that is known by its form alone
 _MIN_LINE_CHARS = 16  # of a secret of several lines, such as a private key
-_NAMES = re.compile(
-    r".*(PASSWORD|PASSWD|PASSPHRASE|SECRET|TOKEN|CREDENTIALS?|(API|ACCESS|ACCOUNT)_?KEY|CONNECTION_STRING"
-    r"|(^|_)(KEY|KEY_ID|SECRET_KEY_BASE|PWD|PAT|PASS|AUTH|JWT|DSN|COOKIE|WEBHOOK|WEBHOOK_URL))"
-    r"(_?\d+|_(PROD|PRODUCTION|STAGING|DEV|TEST|LIVE|MAIN|OLD|NEW))?",
+_STRONG_NAMES = re.compile(
+    r".*(PASSWORDS?|PASSWD|PASSPHRASE|PASSCODE|SECRETS?|TOKEN|CREDENTIALS?|(?<![A-Z])CREDS?|CONNECTION_?STRING"
+    r"|(API|ACCESS|ACCOUNT|PRIVATE|SIGNING|ENCRYPTION|MASTER|SHARED)_?KEY)(\d+|_\w*)?",
     re.IGNORECASE,
 )
+"""Names that tell of a secret, whatever follows: NPM_TOKEN_RO. TOKENIZER and MAX_TOKENS do not."""
+_DESCRIPTIONS = re.compile(
+    r".*_(PATH|FILE|FILENAME|DIR|FOLDER|NAME|TYPE|COUNT|LENGTH|LEN|SIZE|LIMIT|BUDGET|TTL|EXPIRY|EXPIRES|EXPIRATION"
+    r"|TIMEOUT|INTERVAL|SECONDS|MODE|METHOD|PROVIDER|BACKEND|HEADER|URL|URI|ENDPOINT|HOST|PORT|ENABLED|VERSION)",
+    re.IGNORECASE,
+)
+"""Names of what is known about a secret: TOKEN_PATH."""
+_WEAK_NAMES = re.compile(
+    r"(.*_)?(KEY|KEY_ID|PWD|PAT|PASS|O?AUTH|JWT|BEARER|DSN|COOKIE|(SAS|WEBHOOK)(_UR[LI])?)"
+    r"(_?\d+|_(PROD|PRODUCTION|STAGING|DEV|TEST|LIVE|MAIN|OLD|NEW|RO|RW|READ|WRITE))?",
+    re.IGNORECASE,
+)
+"""Words that tell of a secret at the end of a name."""
 # scheme://user:password@host, also with one slash, as a path is written. A password may hold any
 # character except those that end this part of an address. That includes @, so the last @ ends the
 # password.
@@ -41,10 +55,55 @@ _QUERY = re.compile(
     r"(?P<value>[^\s&;#'\"<>]+)",
     re.IGNORECASE,
 )
+# https://TOKEN@host: a user without a password who is no person.
+_ADDRESS_TOKEN = re.compile(
+    r"(?P<begin>https?:/{1,2})(?P<password>(?=[^\s/:@'\"<>]*\d)[^\s/:@'\"<>]{16,}|[^\s/:@'\"<>]{24,})(?=@)",
+    re.IGNORECASE,
+)
 _HEADER = re.compile(
     r"(?P<begin>authorization['\"]?\s*[:=]\s*b?['\"]?(?:bearer|basic|token)\s+)(?P<value>[^\s,;'\"<>]+)",
     re.IGNORECASE,
 )
+_COOKIE = re.compile(
+    r"(?P<begin>\b(?:set-)?cookie['\"]?\s{0,8}:\s{0,8}['\"]?)[^\s=;'\"]{1,64}=[^\r\n'\"]*", re.IGNORECASE
+)
+# PGPASSWORD=…, "api_key": "…", X-Api-Key: …, --hf-token …: names that nothing but a secret has. A bare
+# "token" is none of them, because it is a word of language models.
+_SECRET_NAME = (
+    r"(?:pass(?:word|wd|phrase|code)|client[_-]?secret|shared_?access_?signature"
+    r"|(?:secret|api|access|account|private)[_-]?key|(?:signing|encryption|subscription)[_-]key"
+    r"|(?:access|auth|refresh|session|security|bearer|api|private|hf|github|gitlab|npm)[_-]token)"
+)
+_ASSIGNED = re.compile(
+    rf"(?P<begin>(?:{_SECRET_NAME}['\"\\]{{0,2}}\s{{0,8}}[:=]|--[a-z-]{{0,30}}{_SECRET_NAME}['\"]?[,\s])"
+    r"\s{0,8}b?['\"\\]{0,2})(?!\*\*\*|(?:none|null|true|false)\b)[^\s,;'\"<>\\]+",
+    re.IGNORECASE,
+)
+_KNOWN_TOKEN = re.compile(
+    r"(?P<begin>(?<![A-Za-z0-9_-]))(?:eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+|gh[opsru]_[A-Za-z0-9]{30,}|github_pat_\w{30,}"
+    r"|glpat-[\w-]{20,}|(?:hf|npm)_[A-Za-z0-9]{30,}|xox[a-z]-[\w-]{10,}|sk-[\w-]{32,}|AIza[\w-]{35}"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}(?![0-9A-Z]))",
+    re.ASCII,
+)
+_PRIVATE_KEY = re.compile(
+    r"(?P<begin>)-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,30}-----|\Z)", re.DOTALL
+)
+_RULES: tuple[tuple[tuple[str, ...], re.Pattern[str]], ...] = (
+    (("private key-----",), _PRIVATE_KEY),
+    ((":/",), _ADDRESS),
+    ((":/",), _ADDRESS_TOKEN),
+    (("?", "&", ";"), _QUERY),
+    (("authorization",), _HEADER),
+    (("cookie",), _COOKIE),
+    (
+        ("passw", "passphrase", "passcode", "_key", "-key", "_token", "-token", "secret", "signature"),
+        _ASSIGNED,
+    ),
+    (("apikey", "secretkey", "accesskey", "accountkey", "privatekey"), _ASSIGNED),
+    (("eyj", "gh", "glpat-", "hf_", "npm_", "xox", "sk-", "aiza", "akia", "asia"), _KNOWN_TOKEN),
+)
+"""Expressions of secrets, each with texts in small letters of which one is in every match: to search for a
+substring costs far less than a regular expression, and most texts match none."""
 _SHOWN_ATTRIBUTES = ("filename", "filename2", "strerror", "msg")
 """Attributes of exceptions that are shown, but are neither in ``args`` nor in ``vars``."""
 
@@ -53,10 +112,18 @@ def secrets_of(environment: Mapping[str, str]) -> Secrets:
     """Return the secrets of an environment, in all forms in which they may be written."""
     values: set[str] = set()
     for name, value in environment.items():
-        if _NAMES.fullmatch(name) and name != "PWD":
+        if _is_secret_name(name):
             values |= {value, value.strip()}
-        values |= {unquote(match["password"]) for match in _ADDRESS.finditer(value)}
+        for address in (_ADDRESS, _ADDRESS_TOKEN):
+            values |= {unquote(match["password"]) for match in address.finditer(value)}
     return longest_first(form for value in values for form in _forms(value))
+
+
+def _is_secret_name(name: str) -> bool:
+    """Whether the name of a variable tells that its value is a secret."""
+    if _STRONG_NAMES.fullmatch(name) and not _DESCRIPTIONS.fullmatch(name):
+        return True
+    return _WEAK_NAMES.fullmatch(name) is not None and name != "PWD"
 
 
 def longest_first(*several: Iterable[str]) -> Secrets:
@@ -107,17 +174,19 @@ def _encodings(text: str) -> tuple[str, ...]:
 
 
 def mask(text: str, secrets: Secrets = ()) -> str:
-    """Return the text without the secrets, and without passwords in addresses and headers."""
-    # Searching for a substring costs far less than a regular expression: most texts match none.
+    """Return the text without the secrets, and without what is a secret by its form or its name."""
     for secret in secrets:
         if secret in text:
             text = text.replace(secret, MASK)
-    if ":/" in text:
-        text = _ADDRESS.sub(rf"\g<begin>{MASK}", text)
-    if "=" in text and ("?" in text or "&" in text or ";" in text):
-        text = _QUERY.sub(rf"\g<begin>{MASK}", text)
-    if "authorization" in text.lower():
-        text = _HEADER.sub(rf"\g<begin>{MASK}", text)
+    # Most texts of events are names.
+    if len(text) < _MIN_TOKEN_CHARS and text.isidentifier():
+        return text
+    lowered = text.lower()
+    for hints, pattern in _RULES:
+        for hint in hints:
+            if hint in lowered:
+                text = pattern.sub(rf"\g<begin>{MASK}", text)
+                break
     return text
 
 

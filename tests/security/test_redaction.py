@@ -24,6 +24,7 @@ from orchestrator.redaction import (
 from tests.support.faults.canaries import CANARIES, ENVIRONMENT, PASSWORD, URL, assert_none_in
 
 SECRETS = secrets_of(ENVIRONMENT)
+JWT = f"eyJ{'a' * 20}.eyJ{'b' * 20}.{'c' * 20}"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,19 @@ SECRETS = secrets_of(ENVIRONMENT)
         "SENTRY_DSN",
         "SLACK_WEBHOOK_URL",
         "SECRET_KEY_BASE",
+        "PRIVATEKEY",
+        "SSH_PRIVATE_KEY_PEM",
+        "DB_CREDS",
+        "AZURE_STORAGE_SAS",
+        "BLOB_SAS_URL",
+        "OAUTH",
+        "GOOGLE_OAUTH2",
+        "NPM_TOKEN_RO",
+        "GOOGLE_CREDENTIALS_JSON",
+        "DB_PASSWORDS",
+        "STORAGE_ACCOUNTKEY",
+        "AZURE_PAT_RO",
+        "GITLAB_PASSCODE",
     ],
 )
 def test_values_of_telling_names_are_secrets(name: str) -> None:
@@ -60,6 +74,20 @@ def test_values_of_telling_names_are_secrets(name: str) -> None:
         "RAY_AUTH_TOKEN_PATH",
         "CUDA_VISIBLE_DEVICES",
         "MAX_TOKEN_COUNT",
+        "TOKENIZER",
+        "TOKENIZER_NAME",
+        "MAX_TOKENS",
+        "TOKENS_PER_BATCH",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "GOOGLE_APPLICATION_CREDENTIALS_PATH",
+        "OAUTH_TOKEN_URL",
+        "SECRET_NAME",
+        "SSH_AUTH_SOCK",
+        "COOKIE_DOMAIN",
+        "SASKATOON",
+        "PATTERN",
+        "SACRED_ROOT",
+        "HOTKEYS",
     ],
 )
 def test_values_of_other_names_are_no_secrets(name: str) -> None:
@@ -73,6 +101,8 @@ def test_short_values_are_no_secrets() -> None:
 def test_a_password_in_an_address_of_the_environment_is_a_secret() -> None:
     secrets = secrets_of({"DATABASE_URL": "postgres://me:p%40ssw0rd%21@db/x"})
     assert mask("login with p@ssw0rd! failed", secrets) == f"login with {MASK} failed"
+    secrets = secrets_of({"REMOTE": "https://0123456789abcdef@host/x"})
+    assert mask("login with 0123456789abcdef failed", secrets) == f"login with {MASK} failed"
 
 
 @pytest.mark.parametrize(
@@ -95,16 +125,80 @@ def test_a_password_in_an_address_of_the_environment_is_a_secret() -> None:
         ("authorization: Basic bWU6eA==", "authorization: Basic ***"),
         ("PROXY-AUTHORIZATION: BEARER abc.def", "PROXY-AUTHORIZATION: BEARER ***"),
         ("HTTP_aUTHORIZATION='Token abc'", "HTTP_aUTHORIZATION='Token ***'"),
-        ("loss = 3 ? key: value & more", "loss = 3 ? key: value & more"),
+        ("X-Api-Key: abc123", "X-Api-Key: ***"),
+        ("{'x-api-key': 'abc', 'X-Auth-Token': 'd'}", "{'x-api-key': '***', 'X-Auth-Token': '***'}"),
+        ("PRIVATE-TOKEN: glpat", "PRIVATE-TOKEN: ***"),
+        ("Cookie: session=abc; theme=dark\nnext", "Cookie: ***\nnext"),
+        ("set-cookie: id=1\r\n", "set-cookie: ***\r\n"),
+        (f"git clone https://{'ghp_' + 'a1' * 18}@github.com/x", "git clone https://***@github.com/x"),
+        (str(Path(f"https://{'0f' * 16}@o1.sentry.example/2")), "https:/***@o1.sentry.example/2"),
+        ("abfss://my-long-container-name-1@account/x", "abfss://my-long-container-name-1@account/x"),
+        ("AccountKey=abc/d+e==;Suffix=x", "AccountKey=***;Suffix=x"),
+        ("Endpoint=sb://h/;SharedAccessKey=a+b=;x", "Endpoint=sb://h/;SharedAccessKey=***;x"),
+        ("SharedAccessSignature=sv=1&sr=b", "SharedAccessSignature=***"),
+        ("aws_secret_access_key = abc/def", "aws_secret_access_key = ***"),
+        ('{"client_secret": "abc", "api_key": "d"}', '{"client_secret": "***", "api_key": "***"}'),
+        ("PGPASSWORD=hunter2 psql", "PGPASSWORD=*** psql"),
+        ("mysql --password hunter2 -h x", "mysql --password *** -h x"),
+        ("login --api-key=abc --user me", "login --api-key=*** --user me"),
+        ("['--hf-token', 'abc', 'x']", "['--hf-token', '***', 'x']"),
+        (f"got {JWT}, refused", "got ***, refused"),
+        (f"key {'AKIA' + 'A' * 16}", "key ***"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\nx", "***\nx"),
     ],
 )
-def test_passwords_in_addresses_and_headers_are_masked(text: str, expected: str) -> None:
+def test_passwords_in_addresses_headers_and_assignments_are_masked(text: str, expected: str) -> None:
     assert mask(text) == expected
+    assert mask(expected) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss = 3 ? key: value & more",
+        "tokenizer: gpt2, eos_token: </s>, max_tokens=512, pad_token_id = 0",
+        "--max-tokens 512 --tokenizer x --key value",
+        "131,072 tokens: 3.1 s; keyboard=us, key=3",
+        "password: none, api_key=None, secret_key: null",
+        "the password is missing; give a token: see the docs",
+        "a cookie: one per client",
+        "authorization: required",
+        "https://me@host/x and git@github.com:a/b, user@example.com",
+    ],
+)
+def test_ordinary_text_stays_readable(text: str) -> None:
+    assert mask(text) == text
 
 
 @pytest.mark.parametrize(
     "piece",
-    ["a:/b:", "a:/b:c@", "a://", "?a.b-c_", "&token", "authorization: ", "x@", "a:/:@", ":", "http://u:p@h@"],
+    [
+        *(
+            "a:/b:",
+            "a:/b:c@",
+            "a://",
+            "?a.b-c_",
+            "&token",
+            "authorization: ",
+            "x@",
+            "a:/:@",
+            ":",
+            "http://u:p@h@",
+        ),
+        *(
+            "http:/a",
+            "x-",
+            "x-api-key",
+            "token: ",
+            "password=",
+            "--api-key ",
+            "--a-",
+            "-eyJ",
+            "eyJ",
+            "eyJaaaaaaaa.",
+        ),
+        *("hf_", "sk-", "cookie: a", "cookie: a=", "-----BEGIN PRIVATE KEY-----", "TOKEN_"),
+    ],
     ids=repr,
 )
 @pytest.mark.timeout(30)
@@ -146,6 +240,22 @@ def test_an_error_keeps_its_class_and_its_cause() -> None:
     assert caught.args == ("no login at " + URL.replace(PASSWORD, MASK), 7)
     assert caught.__cause__ is not None
     assert caught.__cause__.args == (MASK,)
+
+
+def test_an_error_that_is_handled_when_another_is_raised_is_masked() -> None:
+    """A traceback shows it: "during handling of the above exception, another exception occurred"."""
+    try:
+        try:
+            raise KeyError(CANARIES[0])
+        except KeyError:
+            raise ValueError("no login")  # noqa: B904
+    except ValueError as error:
+        mask_error(error, SECRETS)
+        caught = error
+    assert caught.__cause__ is None
+    assert caught.__context__ is not None
+    assert caught.__context__.args == (MASK,)
+    assert_none_in("".join(traceback.format_exception(caught)))
 
 
 def test_paths_commands_and_notes_of_an_error_are_masked() -> None:
