@@ -135,6 +135,11 @@ def value_text(value: object) -> str:
     return str(value)
 
 
+def printable(text: str) -> str:
+    """Return a text as one line without control characters, which could command a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
 def first_line(message: object, max_chars: int | None = 200) -> str:
     """Return an error's first line, cut to ``max_chars``; the name of its class if it has no text."""
     lines = str(message).strip().splitlines()

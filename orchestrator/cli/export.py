@@ -184,7 +184,8 @@ def _progress() -> Iterator[OnProgress]:
 
 def _show(result: Exported, checkpoint: str, content: str) -> None:
     from rich.console import Console
-    from rich.text import Text
+
+    from orchestrator.cli.tables import cell
 
     lines = [
         f"exported {checkpoint}: {content}",
@@ -195,4 +196,4 @@ def _show(result: Exported, checkpoint: str, content: str) -> None:
         more = f" and {len(others)} more" if others else ""
         lines.append(f"left out: {first}{more}, which the model of config.json has no place for")
     for line in lines:
-        Console().print(Text(line), soft_wrap=True)
+        Console().print(cell(line), soft_wrap=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from orchestrator.config.nearest import did_you_mean
 from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.redaction import MaskedStream
-from orchestrator.types import VERSION
+from orchestrator.types import VERSION, printable
 
 VERBS = {
     "train": "train a task and write a report",
@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except OrchestratorError as error:
-        sys.stderr.write(f"orchestrator: {error}\n")
+        # Messages may quote the files of a run, which may come from anywhere.
+        text = "\n".join(map(printable, str(error).split("\n")))
+        sys.stderr.write(f"orchestrator: {text}\n")
         return error.exit_code
     except OSError as error:
         if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):

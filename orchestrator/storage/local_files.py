@@ -1,4 +1,4 @@
-"""The files of file://, as an object store has them: whole or not there, and every error is told."""
+"""Files on this machine: written as an object store does, whole or not at all, and read from run folders."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+MAX_SMALL_BYTES = 2**26
+"""Larger than any plan, summary or result of an evaluation that a run writes."""
 _PARTIAL = ".partial-"
 """How the name of a file begins that is being written, or was when its writer was killed."""
 
@@ -24,6 +26,30 @@ def copy_file(source: Path, target: Path) -> None:
     """Copy a file, in place of an older one. When this returns, it survives a loss of power."""
     with _replacing(target) as partial:
         shutil.copyfile(source, partial)
+
+
+def open_regular(path: Path) -> int:
+    """Open a file of a run folder and return its descriptor. Raises ``OSError`` for anything else.
+
+    A link leads elsewhere and a pipe or device has no end: both are refused."""
+    if path.is_symlink():
+        raise OSError("it is a link")
+    # NOFOLLOW: the file may become a link meanwhile. NONBLOCK: to open a pipe would wait for a
+    # writer.
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError("it is no regular file")
+    return file
+
+
+def read_regular(path: Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
+    """Return the content of a small file of a run folder. Raises ``OSError`` for anything else."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(f"it is larger than {max_bytes:,} bytes")
+    return content
 
 
 @contextmanager

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from orchestrator import read_run
 from orchestrator.errors import UserError
+from orchestrator.train.worker.run_dir import remote_of
+from orchestrator.train.worker.run_settings import read_run_settings
 from tests.security.scene import DEEP, MARKUP, Scene, Spoil, assert_harmless, call, hashes_outside, resume
 from tests.support.storage.forged_files import edit_json, laughs, yaml_bomb
 
@@ -301,3 +304,87 @@ def test_tables_of_a_path_that_is_no_file_are_refused(scene: Scene, kind: str) -
     NO_FILES[kind](scene.folder / "events.jsonl")
     with pytest.raises(UserError, match=r"holds no events\.jsonl"):
         read_run(scene.folder)
+
+
+ENDLESS: dict[str, Callable[[Path], Any]] = NO_FILES | {
+    "nested past the stack": lambda path: path.write_text(DEEP),
+    "a huge file": lambda path: truncated(path, 2**30),
+    "a link to another file": lambda path: path.symlink_to(path.parents[2] / "outside.safetensors"),
+}
+
+
+def truncated(path: Path, num_bytes: int) -> None:
+    """Write a file of zeros, which takes no place on the disk."""
+    with path.open("wb") as file:
+        file.truncate(num_bytes)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_hostile_generations_are_left_out_of_a_report(scene: Scene, kind: str) -> None:
+    ENDLESS[kind](scene.folder / "checkpoints" / "step_00000004.validation.json")
+    code, output = call("report", str(scene.folder))
+    assert code == 0, output
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a huge file", "a link to another file"])
+@pytest.mark.parametrize("name", ["plan.json", "config.yaml", "summary.json"])
+def test_files_that_no_run_writes_are_refused_unread(scene: Scene, name: str, kind: str) -> None:
+    (scene.folder / name).unlink()
+    ENDLESS[kind](scene.folder / name)
+    code, output = call("report", str(scene.folder))
+    assert code == 2, output
+    assert f"{name} cannot be read: it is " in output
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a link to another file"])
+def test_settings_that_no_run_writes_are_refused_unread(scene: Scene, kind: str) -> None:
+    """Exports and evaluations read them too."""
+    (scene.folder / "config.yaml").unlink()
+    ENDLESS[kind](scene.folder / "config.yaml")
+    with pytest.raises(UserError, match=r"the settings of the run in .* cannot be read: it is "):
+        read_run_settings(scene.folder)
+
+
+@pytest.mark.timeout(60)
+def test_pipes_are_neither_followed_nor_taken_for_an_address(scene: Scene) -> None:
+    for name in ("events.jsonl", "remote"):
+        (scene.folder / name).unlink(missing_ok=True)
+        os.mkfifo(scene.folder / name)
+    assert call("watch", "--once", str(scene.folder))[0] in (0, 2)
+    assert remote_of(scene.folder) is None
+
+
+def test_a_comparison_of_hostile_runs_sends_nothing_to_the_terminal(scene: Scene) -> None:
+    other = scene.folder.with_name("other")
+    shutil.copytree(scene.folder, other)
+    settings = yaml.safe_load((other / "config.yaml").read_text())
+    settings["run"]["name"] = MARKUP
+    settings["optim"]["learning_rate"] = MARKUP
+    settings[MARKUP] = {MARKUP: MARKUP}
+    (other / "config.yaml").write_text(yaml.safe_dump(settings))
+    append_events(scene, "evaluations", "ends", "warnings")
+    edit_json(other / "plan.json", lambda plan: plan.update(hardware={"host": MARKUP, MARKUP: MARKUP}))
+    edit_json(other / "summary.json", lambda summary: summary.update(status=MARKUP))
+    with (other / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "end", "status": f"[red]{MARKUP}", "time": 1}) + "\n")
+    code, output = call("report", str(scene.folder), str(other), "--out", str(scene.folder.with_name("out")))
+    assert code == 0, output
+    assert "alert(1)" in output
+    assert "[red]" in output
+    assert not [character for character in output if not character.isprintable() and character != "\n"]
+
+
+def test_names_in_messages_send_nothing_to_the_terminal(scene: Scene) -> None:
+    other = scene.folder.with_name("other")
+    shutil.copytree(scene.folder, other)
+    lines = (other / "events.jsonl").read_text().splitlines()
+    start = json.loads(lines[0]) | {"task": MARKUP}
+    (other / "events.jsonl").write_text("\n".join([json.dumps(start), *lines[1:]]) + "\n")
+    code, output = call("report", str(scene.folder), str(other))
+    assert code == 2, output
+    assert "alert(1)" in output
+    assert "\x1b" not in output
+    assert "\u202e" not in output

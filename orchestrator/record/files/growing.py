@@ -35,7 +35,8 @@ class LocalFile:
         # Opened anew each time: on a network drive only an open shows the writes of another
         # machine.
         try:
-            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            # NONBLOCK: to open a pipe would wait for a writer. It has no bytes, as a device has none.
+            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return b""
         try:

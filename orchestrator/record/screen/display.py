@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from orchestrator.types import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
@@ -64,6 +66,6 @@ class Display:
 def printable_line(text: str, encoding: str) -> str:
     """Return one printable line: no line breaks, no escape sequences, no characters the output
     cannot encode."""
-    line = "".join(character if character.isprintable() else " " for character in text).rstrip()
+    line = printable(text).rstrip()
     short = line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 4] + " ..."
     return short.encode(encoding, "replace").decode(encoding)

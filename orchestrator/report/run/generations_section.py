@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.errors import UserError
 from orchestrator.record.files.scalars import to_float
-from orchestrator.report.run.read import RunRecord, entries
+from orchestrator.report.run.read import RunRecord, entries, read_tree
 from orchestrator.report.run.sections import heading
 from orchestrator.report.run.svg import esc
 
@@ -34,10 +35,10 @@ def generations_section(record: RunRecord) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return a result with generations; None for others, and for a file that cannot be read."""
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        result = read_tree(path, json.loads)
+    except UserError:
         return None  # of no use to a page about the run
-    return result if isinstance(result, dict) and entries(result, "generations") else None
+    return result if entries(result, "generations") else None
 
 
 def _card(generation: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from orchestrator.record.files.events import (
     read_events,
     split_sessions,
 )
+from orchestrator.storage.local_files import read_regular
 
 T = TypeVar("T")
 
@@ -245,9 +246,9 @@ def read_run_record(folder: Path) -> RunRecord:
     _check_folder(folder)
     return RunRecord(
         folder=folder,
-        config=_read_tree(folder / "config.yaml", safe_content),
-        plan=_read_tree(folder / "plan.json", json.loads),
-        summary=_read_tree(folder / "summary.json", json.loads),
+        config=read_tree(folder / "config.yaml", safe_content),
+        plan=read_tree(folder / "plan.json", json.loads),
+        summary=read_tree(folder / "summary.json", json.loads),
         events=[event for event in read_events(folder / EVENTS) if _has_step(event)],
     )
 
@@ -277,17 +278,15 @@ def _check_folder(folder: Path) -> None:
     )
 
 
-def _read_tree(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+def read_tree(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     """Return the mapping in a file; empty if there is no file."""
     if not path.exists():
         return {}
-    if not path.is_file():
-        raise UserError(f"{path} is not a file.\nMove it away: the report does not need it.")
     try:
-        tree = parse(path.read_text(encoding="utf-8"))
+        tree = parse(read_regular(path).decode())
         if not is_shallow(tree):
             raise ValueError("it is nested too deeply")
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         # ValueError includes broken JSON and broken UTF-8.
         reason = " ".join(str(error).split())
         raise UserError(

@@ -48,7 +48,7 @@ from orchestrator.report.run.stats import (
     workers_text,
 )
 from orchestrator.report.run.verdict import verdict
-from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, seconds_text
+from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, printable, seconds_text
 
 WIDTH = 100
 LABEL_WIDTH = 22
@@ -77,7 +77,7 @@ def performance_summary(record: RunRecord) -> str:
         "Uneven experts": _optional_lines(uneven_experts_finding(record)),
         "Bound by": _verdict_lines(record),
     }
-    title = f"Performance summary: {_printable(record.name)}"[:WIDTH]
+    title = f"Performance summary: {printable(record.name)}"[:WIDTH]
     body = [title, "=" * len(title)]
     for name, lines in sections.items():
         if lines:
@@ -338,20 +338,15 @@ def _finding_lines(finding: Finding) -> list[Line]:
     return lines + [("try", line) for line in finding.advice]
 
 
-def _printable(text: str) -> str:
-    """Return one printable line: names and messages may hold anything."""
-    return "".join(character if character.isprintable() else " " for character in text).rstrip()
-
-
 def _aligned(lines: Iterable[Line]) -> list[str]:
     """Return labels in a column of their own, a repeated label once; long texts are wrapped."""
     aligned: list[str] = []
     previous = ""
     indent = " " * (LABEL_WIDTH + 2)
     for label, text in lines:
-        wrapped = textwrap.wrap(_printable(text), WIDTH - LABEL_WIDTH - 2, break_on_hyphens=False)
+        wrapped = textwrap.wrap(printable(text), WIDTH - LABEL_WIDTH - 2, break_on_hyphens=False)
         first, *rest = wrapped or [""]
-        shown = "" if label == previous else _printable(label)[: LABEL_WIDTH - 1]
+        shown = "" if label == previous else printable(label)[: LABEL_WIDTH - 1]
         aligned.append(f"  {shown:<{LABEL_WIDTH}}{first}".rstrip())
         aligned += [indent + line for line in rest]
         previous = label

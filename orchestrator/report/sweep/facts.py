@@ -22,7 +22,7 @@ from orchestrator.report.sweep.trials import (
     throughput_interval,
     trial_settings,
 )
-from orchestrator.types import seconds_text, speed_text, value_text
+from orchestrator.types import printable, seconds_text, speed_text, value_text
 
 SHORT_STATUS = {
     "completed": "done",
@@ -85,7 +85,7 @@ def short_value(value: Any) -> str:
 
 def one_line(text: str, max_chars: int = 300) -> str:
     """Return printable text of one line, cut to a length."""
-    clean = " ".join("".join(character if character.isprintable() else " " for character in text).split())
+    clean = " ".join(printable(text).split())
     return clean if len(clean) <= max_chars else clean[: max_chars - 1] + "…"
 
 

@@ -24,6 +24,7 @@ from orchestrator.report.sweep.facts import (
 from orchestrator.report.sweep.frames import scaling_frame
 from orchestrator.report.sweep.scaling import best_by_devices
 from orchestrator.report.sweep.scaling_text import UNKNOWN, against_text, scaling_texts
+from orchestrator.types import printable
 
 STAR = "★"
 MAX_SERIES = 12
@@ -146,7 +147,7 @@ def escaped(text: str, max_chars: int = 300) -> str:
 
 def _code(command: str, language: str) -> str:
     """Return a code block that nothing in the command can close."""
-    clean = "".join(character if character.isprintable() else " " for character in command)
+    clean = printable(command)
     longest = max((len(run) for run in re.findall(r"`+", clean)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{clean}\n{fence}"

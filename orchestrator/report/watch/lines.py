@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from orchestrator.types import printable
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -21,7 +23,7 @@ def line(*parts: Part) -> Text:
     for part in parts:
         text, style = (part, "") if isinstance(part, str) else part
         # Names and messages come from outside: control characters would garble the terminal.
-        result.append("".join(each if each.isprintable() else " " for each in text), style)
+        result.append(printable(text), style)
     return result
 
 

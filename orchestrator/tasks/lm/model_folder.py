@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,19 @@ def keep_small_files(source: Path, run_dir: Path) -> None:
 def kept_folder(run_dir: Path | None) -> Path | None:
     """Return the folder with the config and the tokenizer that a run has kept; None if there is none."""
     kept = run_dir / KEPT if run_dir is not None else None
-    return kept if kept is not None and (kept / CONFIG).is_file() else None
+    if kept is None or not (kept / CONFIG).exists():
+        return None
+    # The folder of a run may come from anywhere: a link in it could name a private file of the reader, which
+    # an export would copy.
+    for path in (kept, *kept.iterdir()):
+        mode = path.lstat().st_mode
+        is_kept = stat.S_ISDIR(mode) if path == kept else stat.S_ISREG(mode)
+        if not is_kept or (path != kept and path.lstat().st_size > _MAX_SMALL_BYTES):
+            raise UserError(
+                f"{path} is a link, no file, or larger than {_MAX_SMALL_BYTES:,} bytes, which no run writes; "
+                "remove it, or copy the model's file there"
+            )
+    return kept
 
 
 def has_checkpoint(run_dir: Path | None) -> bool:
@@ -87,7 +100,7 @@ def load_config(folder: Path) -> Any:
     try:
         # Without the argument transformers asks whether to run the folder's code.
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise UserError(
             f"{folder / CONFIG} is no configuration that this version of transformers knows: "
             f"{_first_line(error)}; {_NO_CODE}"
@@ -110,7 +123,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
         raise _no_tokenizer(folder, _first_line(error)) from None
     # Without the files of a tokenizer, transformers makes an empty one of some families, and says nothing.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
@@ -157,4 +170,6 @@ def _from_hub(model: str, with_weights: bool) -> Path:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "its JSON is nested too deeply"
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

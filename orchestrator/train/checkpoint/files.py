@@ -23,13 +23,12 @@ from typing import Any
 from torch import Tensor
 
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.storage.local_files import sync
+from orchestrator.storage.local_files import open_regular, sync
 from orchestrator.train.checkpoint.hashed_file import (
     PIECE_BYTES,
     HashedReader,
     Hashes,
     no_progress,
-    open_regular,
     write_hashed,
 )
 from orchestrator.train.checkpoint.tensor_file import read_tensors, write_tensors

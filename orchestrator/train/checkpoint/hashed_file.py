@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from orchestrator.errors import CheckpointDamaged
+from orchestrator.storage.local_files import open_regular
 
 PIECE_BYTES = 2**23
 _MAX_PIECE_BYTES = 2**27
@@ -156,18 +156,3 @@ class HashedReader:
         except OSError as error:
             raise self.damage(f"cannot be read: {error.strerror or error}") from None
         return data
-
-
-def open_regular(path: Path) -> int:
-    """Open a file of a checkpoint and return its descriptor.
-
-    A link leads elsewhere and a pipe or device has no end: both are refused."""
-    if path.is_symlink():
-        raise OSError("it is a link")
-    # NOFOLLOW: the file may become a link meanwhile. NONBLOCK: to open a pipe would wait for a
-    # writer.
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError("it is no regular file")
-    return file

@@ -16,6 +16,7 @@ from orchestrator.errors import UserError
 from orchestrator.record.files.events import last_events, of_kind
 from orchestrator.record.summary.summary import write_json
 from orchestrator.redaction import Secrets, mask_tree
+from orchestrator.storage.local_files import read_regular
 from orchestrator.train.worker.prepared_run import PreparedRun, plan_json
 from orchestrator.train.worker.run_dir import given_location
 
@@ -89,7 +90,7 @@ def read_earlier_plan(run_dir: Path) -> dict[str, Any]:
     ``device_speeds``, the ``placement`` of experts with the request and the hosts it was made for, and
     ``asked``: the batch settings of that start. Empty if there is no plan, or if it is damaged."""
     try:
-        return _values_to_keep(json.loads((run_dir / "plan.json").read_text(encoding="utf-8")))
+        return _values_to_keep(json.loads(read_regular(run_dir / "plan.json")))
     except _DAMAGE_ERRORS:
         return {}
 
@@ -126,7 +127,7 @@ def _values_to_keep(saved: dict[str, Any]) -> dict[str, Any]:
 def read_earlier_model(run_dir: Path) -> dict[str, Any]:
     """Return the facts of the model that an earlier start trained. Empty if its plan is damaged."""
     try:
-        return dict(json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["model"])
+        return dict(json.loads(read_regular(run_dir / "plan.json"))["model"])
     except _DAMAGE_ERRORS:
         return {}
 

@@ -17,13 +17,14 @@ from orchestrator.errors import UserError
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.record.summary.summary import summarise, write_json
 from orchestrator.storage.address import location_text
+from orchestrator.storage.local_files import read_regular
 from orchestrator.train.worker.folder_lock import check_unlocked, folder_lock
 from orchestrator.types import counted, first_line, speed_text
 
 _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".yaml", ".html", ".txt", ".png", ".log"})
 _MAX_NAME_CHARACTERS = 60
 _MAX_RUNS_PER_SECOND = 100
-_MAX_URL_CHARACTERS = 4096
+_MAX_URL_BYTES = 4096
 REMOTE = "remote"
 """A file of a run folder that is the copy of a remote one: its address."""
 DOWNLOADED = ".downloaded-"
@@ -129,7 +130,7 @@ def write_remote(run_dir: Path, url: str) -> None:
 def remote_of(run_dir: Path) -> str | None:
     """Return the address of the remote folder that a run folder is the local copy of."""
     with suppress(OSError, UnicodeDecodeError):
-        return first_line((run_dir / REMOTE).read_text(encoding="utf-8"), _MAX_URL_CHARACTERS)
+        return first_line(read_regular(run_dir / REMOTE, _MAX_URL_BYTES).decode(), max_chars=None)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from orchestrator.config.writer import flat_values, with_absolute_paths
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.redaction import MASK
+from orchestrator.storage.local_files import open_regular
 from orchestrator.train.checkpoint.files import MANIFEST
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.worker.plan_file import CONFIG, START_ONLY, read_earlier_model, read_earlier_plan
@@ -85,8 +87,10 @@ def _earlier_folder(config: Config, results: Path) -> Path | None:
 def read_run_settings(folder: Path) -> Config:
     """Return the settings of the run in a folder."""
     try:
+        # A link leads elsewhere, and a pipe has no end.
+        os.close(open_regular(folder / CONFIG))
         return read_file(folder / CONFIG).config
-    except UserError as error:
+    except (OSError, UserError) as error:
         raise UserError(
             f"the settings of the run in {folder} cannot be read: {error}. "
             f"Repair {CONFIG}, or remove it and give all settings again"

@@ -16,7 +16,14 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.remote_record import download_record
 from orchestrator.storage.folder import open_folder
-from orchestrator.tasks.lm.model_folder import KEPT, copy_small_files, keep_small_files
+from orchestrator.tasks.lm.model_folder import (
+    KEPT,
+    copy_small_files,
+    keep_small_files,
+    kept_folder,
+    load_config,
+    load_tokenizer,
+)
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.train.worker.run_dir import check_links
 from orchestrator.trainer import Trainer
@@ -157,3 +164,36 @@ def test_a_link_out_of_the_kept_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / KEPT / "tokenizer.json").symlink_to(tmp_path / "secret.json")
     with pytest.raises(UserError, match=r"tokenizer.json is a link to .*secret.json"):
         check_links(tmp_path / "run")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a link", "a pipe", "a huge file", "the folder"])
+def test_kept_files_that_no_run_writes_are_neither_read_nor_exported(tmp_path: Path, kind: str) -> None:
+    """A run folder of unknown origin may link to a private key."""
+    kept = tmp_path / "run" / KEPT
+    kept.mkdir(parents=True)
+    (kept / "config.json").write_text("{}")
+    path = kept / "tokenizer.json"
+    (tmp_path / "key").write_text("private")
+    if kind == "a link":
+        path.symlink_to(tmp_path / "key")
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a huge file":
+        path.touch()
+        os.truncate(path, 2**27 + 1)
+    else:
+        path = kept.rename(tmp_path / "elsewhere")
+        kept.symlink_to(path)
+        path = kept
+    with pytest.raises(UserError, match=rf"{path.name} .*which no run writes.*remove it"):
+        kept_folder(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_deep_json_in_a_model_folder_is_refused_in_words(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / name).write_text("[" * 100_000 + "]" * 100_000)
+    load = load_config if name == "config.json" else load_tokenizer
+    with pytest.raises(UserError, match="nested too deeply"):
+        load(tmp_path)
