@@ -189,7 +189,7 @@ def recording(size: Size, generator: random.Random) -> dict[str, Stage]:
 
     placed = place(costs(zipf(size.experts, generator)), [HostFacts(1.0)] * size.hosts)
     devices = (MeasuredDevice("a GPU", 1.0),) * size.hosts
-    decision = PlacementDecision((placed,), devices, (HostFacts(1.0, node="a node"),) * size.hosts)
+    decision = PlacementDecision((placed,), devices, (HostFacts(1.0, node="a node"),) * size.hosts, 1)
     facts = model_of(size.experts)
 
     def stage() -> object:

@@ -49,7 +49,7 @@ class EvolutionSettings:
     is on and there are no expert groups."""
     expert_replicas: int = 1
     """Expert parallel: groups of hosts that each hold every expert once; tokens stay within a group. It
-    must divide the number of hosts."""
+    must divide the number of hosts; where one is lost, the others form as many groups as divide them."""
 
     def __post_init__(self) -> None:
         for name in ("min_experts", "max_experts", "birth_patience", "stall_patience", "prune_patience"):

@@ -57,7 +57,8 @@ def build_step_runner(
     host_of: Sequence[Sequence[int]] | None = None,
 ) -> StepRunner:
     """Build a runner of the plan's accumulation steps; ``micro_batch`` is per worker."""
-    parts = build_parts(config, plan, task, world, host_of=host_of)
+    groups = plan.expert_replicas.value
+    parts = build_parts(config, plan, task, world, host_of=host_of, groups=groups)
     feed = open_feed(
         task.train_data(),
         world,

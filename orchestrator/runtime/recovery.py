@@ -5,9 +5,11 @@ Pure functions: they return values that say what to do and why. The driver and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from orchestrator.types import Choice
 
 FailureKind = Literal["worker", "memory", "resources", "communication", "fault", "error"]
 
@@ -171,6 +173,19 @@ class HostStatus:
     starting: tuple[int, ...] = ()
 
 
+ExpertGroups = Mapping[int, Choice[int]]
+"""For each number of hosts, the groups of hosts that each hold every expert (``--expert-replicas``)."""
+
+
+def regrouped_experts(groups: ExpertGroups | None, hosts_before: int, hosts: int) -> str:
+    """Return the change of the groups with the number of hosts, as the end of a reason; empty without one."""
+    if not groups or groups[hosts].value == groups[hosts_before].value:
+        return ""
+    count = groups[hosts].value
+    noun = "1 group" if count == 1 else f"{count} groups"
+    return f", and with the experts in {noun} instead of {groups[hosts_before].value}: {groups[hosts].reason}"
+
+
 def decide_regroup(
     failure: Failure,
     hosts: HostStatus,
@@ -179,11 +194,13 @@ def decide_regroup(
     max_failures: int,
     repeated: bool = False,
     may_wait: bool = True,
+    groups: ExpertGroups | None = None,
 ) -> Regroup | Wait | GiveUp:
     """Decide how expert hosts go on after a failure, which ``history`` includes.
 
     ``repeated``: an unknown fault has struck at this step before. ``may_wait``: wait for hosts that
-    are being started, even if the others could continue without them."""
+    are being started, even if the others could continue without them. ``groups``: those that the hosts
+    are divided into."""
     give_up = _must_give_up(failure, history.failures, max_failures)
     if give_up is not None:
         return give_up
@@ -200,6 +217,7 @@ def decide_regroup(
     if num_missing:
         share = f"{len(members)} of {len(hosts.members)} hosts"
         reason = f"{failure.message}; continuing on {share} with the same global batch"
+        reason += regrouped_experts(groups, len(hosts.members), len(members))
     elif failure.kind == "memory":
         reason = f"{failure.message}; continuing with half the micro-batch"
     return Regroup(members, history.halvings, reason)

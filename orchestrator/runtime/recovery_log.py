@@ -40,6 +40,8 @@ class Recovery:
     failed_at: float
     detected_at: float
     workers: int = 0
+    replicas_before: int = 1
+    replicas: int = 1
     source: str = "memory"
     resumed_step: int = 0
     regrouped_at: float = 0.0
@@ -62,6 +64,8 @@ class RecoveryLog:
         self._path = run_dir / "events.jsonl"
         self._current: Recovery | None = None
         self._attempts = 0
+        self._replicas = 1
+        """Groups of hosts that hold every expert, in the group of workers that trains or forms."""
 
     def failed(
         self,
@@ -90,7 +94,9 @@ class RecoveryLog:
             self.close(times.detected_at)
         unfinished = self._current
         self._current = Recovery(self._attempts, reason, workers, step, times.failed_at, times.detected_at)
+        self._current.replicas_before = self._replicas
         if unfinished is not None:
+            self._current.replicas_before = unfinished.replicas_before
             self._current.failed_at = unfinished.failed_at
             self._current.last_step = max(unfinished.last_step, step)
             self._current.workers_before = unfinished.workers_before
@@ -108,9 +114,13 @@ class RecoveryLog:
             return 0
         return max(1, current.last_step - current.resumed_step - 1)
 
-    def regrouped(self, workers: int, source: str, at: float) -> None:
-        """The new workers are there. Their state is expected to come from ``memory`` or ``disk``."""
+    def regrouped(self, workers: int, source: str, at: float, replicas: int = 1) -> None:
+        """The new workers are there. Their state is expected to come from ``memory`` or ``disk``.
+
+        ``replicas`` groups of them hold every expert."""
+        self._replicas = replicas
         if self._current is not None:
+            self._current.replicas = replicas
             self._current.regrouped_at = at
             self._current.workers = workers
             self._current.source = source
@@ -152,12 +162,19 @@ class RecoveryLog:
         self._current = None
         if current is None or not current.stepped_at:
             return
+        replicas = {}
+        if max(current.replicas_before, current.replicas) > 1:
+            replicas = {
+                "expert_replicas_before": current.replicas_before,
+                "expert_replicas": current.replicas,
+            }
         self._log.write(
             "recovery",
             attempt=current.attempt,
             reason=current.reason,
             workers_before=current.workers_before,
             workers=current.workers,
+            **replicas,
             step=current.resumed_step,
             lost_steps=max(0, current.last_step - current.resumed_step),
             source=current.source,

@@ -22,6 +22,7 @@ from orchestrator.runtime.recovery import (
     decide_restart,
     root_cause,
 )
+from orchestrator.types import Choice
 
 LOST = Failure("worker", "worker 1 was lost", 1)
 
@@ -147,6 +148,20 @@ def test_hosts_that_lost_contact_stay_members() -> None:
     failure = Failure("communication", "lost contact")
     decision = decide_regroup(failure, HostStatus(THREE, ready=(3,)), ONCE, max_failures=3)
     assert decision == Regroup(THREE, 0, "lost contact")
+
+
+def test_the_reason_says_how_the_expert_groups_change() -> None:
+    groups = {3: Choice(3, "as asked"), 2: Choice(1, "the experts fit"), 1: Choice(1, "one host")}
+    hosts = HostStatus(THREE, frozenset({1}))
+    decision = decide_regroup(LOST, hosts, ONCE, max_failures=3, groups=groups)
+    assert isinstance(decision, Regroup)
+    assert decision.reason.endswith(
+        "2 of 3 hosts with the same global batch, and with the experts in 1 group instead of 3: "
+        "the experts fit"
+    )
+    same = decide_regroup(LOST, HostStatus((0, 1), frozenset({1})), ONCE, max_failures=3, groups=groups)
+    assert isinstance(same, Regroup)
+    assert same.reason.endswith("with the same global batch")
 
 
 def test_a_complete_group_waits_for_no_one() -> None:

@@ -263,3 +263,20 @@ def test_both_strategies_write_the_same_fields(run: Run) -> None:
     run.recovery.observe(step(31, 2010.0))
     hosts, workers = run.of("recovery")
     assert hosts.keys() == workers.keys()
+
+
+def test_the_groups_before_are_those_of_the_last_group_that_trained(run: Run) -> None:
+    """A loss while the hosts join again belongs to the same recovery."""
+    run.recovery.regrouped(6, "disk", 999.0, 3)
+    run.fail(1000.0, step=33)
+    run.recovery.regrouped(5, "memory", 1001.0, 1)
+    run.fail(1002.0, step=33)
+    run.recovery.regrouped(4, "memory", 1003.0, 2)
+    run.recovery.restored(1004.0)
+    run.recovery.stepped(34, 1005.0)
+    run.recovery.begin("6 hosts instead of 4", 4, 40, FailureTimes(1010.0, 1010.0))
+    run.recovery.regrouped(6, "memory", 1011.0, 3)
+    run.recovery.restored(1012.0)
+    run.recovery.stepped(41, 1013.0)
+    groups = [(event["expert_replicas_before"], event["expert_replicas"]) for event in run.of("recovery")]
+    assert groups == [(3, 2), (2, 3)]

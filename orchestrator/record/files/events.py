@@ -53,7 +53,8 @@ reads these lines.
 | recovery   | attempt, reason, workers_before, workers, step (that training continues from),             |
 |            | lost_steps, source (memory, disk), detect_seconds, regroup_seconds, restore_seconds,       |
 |            | replay_seconds (to repeat the lost steps), total_seconds: from the                         |
-|            | failure until the first step after it is done                                              |
+|            | failure until the first step after it is done; with ``--expert-replicas`` also             |
+|            | expert_replicas_before, expert_replicas: groups of hosts that hold every expert            |
 | log        | step, values {name: number}: what a callback asked to log                                  |
 | end        | status, reason, steps, seconds, memory {allocated, reserved}: the peak of the run          |
 | final      | step (whose weights the model has in the end), weights (best, last), reason, seconds (of   |

@@ -83,6 +83,8 @@ _OPTIONAL: Mapping[str, Mapping[str, Check]] = {
     "recovery": {
         "step": _is_integer,
         "workers": _is_integer,
+        "expert_replicas": _is_integer,
+        "expert_replicas_before": _is_integer,
         "lost_steps": is_finite_number,
         "total_seconds": is_finite_number,
     },

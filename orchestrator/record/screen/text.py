@@ -35,6 +35,7 @@ def recovery_text(event: Event) -> str:
         "recovered",
         "" if seconds is None else f"in {seconds:.1f} s",
         _workers_text(event),
+        _groups_text(event),
         "" if event.get("step") is None else f"at step {event['step']}",
     ]
     lost = _count(event.get("lost_steps"))
@@ -136,6 +137,15 @@ def _workers_text(event: Event) -> str:
     before = event.get("workers_before")
     fewer = f" instead of {before}" if before not in (None, workers) else ""
     return f"on {workers} {'worker' if workers == 1 else 'workers'}{fewer}"
+
+
+def _groups_text(event: Event) -> str:
+    """Return the groups of hosts that hold every expert, where their number has changed."""
+    groups = event.get("expert_replicas")
+    before = event.get("expert_replicas_before")
+    if groups == before:
+        return ""
+    return f"in {groups} expert {'group' if groups == 1 else 'groups'} instead of {before}"
 
 
 def settings_text(event: Event) -> str:

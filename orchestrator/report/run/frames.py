@@ -91,6 +91,8 @@ _TABLES = {
             "attempt",
             "workers_before",
             "workers",
+            "expert_replicas_before",
+            "expert_replicas",
             "lost_steps",
             "detect_seconds",
             "regroup_seconds",

@@ -19,6 +19,7 @@ from time import perf_counter
 import ray
 
 from orchestrator.errors import OrchestratorError
+from orchestrator.plan.host_groups import groups_on
 from orchestrator.record.files.events import EventLog
 from orchestrator.runtime.bootstrap import Assignment
 from orchestrator.runtime.cluster.prestart import host_variables
@@ -58,13 +59,14 @@ from orchestrator.runtime.expert_parallel.states import (
 )
 from orchestrator.runtime.expert_parallel.unfit import find_unfit
 from orchestrator.runtime.failures import cause_of
-from orchestrator.runtime.recovery import Failure, HostStatus, root_cause
+from orchestrator.runtime.recovery import ExpertGroups, Failure, HostStatus, root_cause
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.storage.folder import RemoteError
-from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing
+from orchestrator.train.checkpoint.snapshot_source import SnapshotsUnusable
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.parts.stores import open_store
 from orchestrator.train.remote.node_store import published_steps
+from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.types import first_line
 
 _REPLACEMENT_SECONDS = 20.0
@@ -84,6 +86,17 @@ class _LastFailure:
     recorded: bool = False
 
 
+def _groups_by_hosts(prepared: PreparedRun, most_hosts: int) -> ExpertGroups | None:
+    """Return the expert groups for each number of hosts that the run may have; None without groups.
+
+    The hosts make the same choice when they have joined: it depends on nothing else."""
+    plan = prepared.plan
+    if plan.expert_replicas.value == 1:
+        return None
+    config = prepared.resolved.config
+    return {hosts: groups_on(config, plan, prepared.facts, hosts) for hosts in range(1, most_hosts + 1)}
+
+
 class ExpertParallelRun:
     """A run on expert hosts, through all its groups, from the first start to the end."""
 
@@ -99,7 +112,8 @@ class ExpertParallelRun:
         snapshots = assignment.prepared.plan.snapshots
         takes_snapshots = snapshots.value != "off"
         self._snapshot_interval = SnapshotInterval(config.checkpoint.snapshot_every if takes_snapshots else 0)
-        self._limits = RunLimits(hosts, parallel.max_failures, can_grow=takes_snapshots)
+        groups = _groups_by_hosts(assignment.prepared, hosts)
+        self._limits = RunLimits(hosts, parallel.max_failures, takes_snapshots, groups)
         self._step_limit_s = parallel.step_timeout_s(hosts=True)
         self._start_limit_s = parallel.resource_timeout
         # On fewer hosts the sums round differently: a deterministic run waits for the replacement.
@@ -271,8 +285,8 @@ class ExpertParallelRun:
             self._exclude_unfit_hosts()
         failures = calls.failures(retry_task_errors=not joining)
         failure = root_cause(failures)
-        if joining and failure.kind == "fault" and not self._lacks_experts():
-            self._group.snapshots.clear()  # they may be the cause: restoring them failed
+        if joining and failure.kind == "fault" and self._cannot_use_snapshots():
+            self._group.snapshots.clear()
         seen_at = [self._last_seen.get(host_id, self._detected_at) for host_id in calls.lost]
         times = FailureTimes(max(seen_at, default=self._detected_at), self._detected_at)
         # A host that died by itself is still in the pool, and must not count as ready.
@@ -291,11 +305,12 @@ class ExpertParallelRun:
             # Waiting may take a while: the failure is shown at once.
             self._record_failure(self._state.reason)
 
-    def _lacks_experts(self) -> bool:
-        """Return whether a host was given too few snapshots for its new placement.
+    def _cannot_use_snapshots(self) -> bool:
+        """Return whether a host could not read or restore the snapshots themselves.
 
-        They are good; the next generation gets them all."""
-        return any(isinstance(cause_of(error), ExpertsMissing) for error in self._group.calls.errors.values())
+        After any other fault of a join they are good, and the next generation continues from them."""
+        errors = self._group.calls.errors.values()
+        return any(isinstance(cause_of(error), SnapshotsUnusable) for error in errors)
 
     def _exclude_unfit_hosts(self) -> None:
         """Count newcomers that cannot join (a wrong or full GPU, no access to the data) as lost, so
@@ -368,7 +383,9 @@ class ExpertParallelRun:
             self._recovery_log.begin(command.reason, size_before, step, FailureTimes(now, now))
         # As expected; the hosts record what they have read.
         source = "memory" if snapshots and not checkpoint_is_newer else "disk"
-        self._recovery_log.regrouped(len(command.members), source, time.time())
+        groups = self._limits.groups
+        replicas = groups[len(command.members)].value if groups is not None else 1
+        self._recovery_log.regrouped(len(command.members), source, time.time(), replicas)
         self._segments.begin_group()
         self._snapshot_interval.begin_group()
         self._group.join(command, snapshots, checkpoint_is_newer)

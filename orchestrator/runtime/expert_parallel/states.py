@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from orchestrator.runtime.recovery import (
+    ExpertGroups,
     Failure,
     FailureHistory,
     GiveUp,
@@ -25,6 +26,7 @@ from orchestrator.runtime.recovery import (
     Regroup,
     Wait,
     decide_regroup,
+    regrouped_experts,
     root_cause,
 )
 
@@ -37,6 +39,8 @@ class RunLimits:
     max_failures: int
     can_grow: bool = True
     """Whether hosts may be added while the run goes on: that needs snapshots to continue from."""
+    groups: ExpertGroups | None = None
+    """None unless experts are in several groups of hosts."""
 
 
 # States
@@ -259,6 +263,7 @@ def _next_segment(state: Running, ready: tuple[int, ...], limits: RunLimits) -> 
     members = (*state.members, *newcomers)
     joining = Joining(state.generation + 1, members, state.history)
     reason = f"{len(members)} hosts instead of {len(state.members)}: more devices are available"
+    reason += regrouped_experts(limits.groups, len(state.members), len(members))
     return joining, (JoinGroup(joining.generation, members, state.history.halvings, reason=reason),)
 
 
@@ -277,6 +282,7 @@ def _after_failure(state: Leaving, stopped: GroupStopped, limits: RunLimits) -> 
         max_failures=limits.max_failures,
         repeated=repeated,
         may_wait=stopped.may_wait,
+        groups=limits.groups,
     )
     if isinstance(decision, GiveUp):
         return Ended(failure=failure, given_up=decision), ()
@@ -292,7 +298,12 @@ def _after_failure(state: Leaving, stopped: GroupStopped, limits: RunLimits) -> 
 def _after_waiting(state: WaitingForHosts, now: HostsReady, limits: RunLimits) -> Transition:
     hosts = HostStatus(state.hosts.members, state.hosts.lost, now.ready, now.starting)
     decision = decide_regroup(
-        state.failure, hosts, state.history, max_failures=limits.max_failures, may_wait=now.may_wait
+        state.failure,
+        hosts,
+        state.history,
+        max_failures=limits.max_failures,
+        may_wait=now.may_wait,
+        groups=limits.groups,
     )
     if isinstance(decision, GiveUp):
         return Ended(failure=state.failure, given_up=decision), ()

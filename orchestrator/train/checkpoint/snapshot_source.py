@@ -6,19 +6,25 @@ the parts of those hosts that held its experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from experts.expert_state import held_experts, remote_expert_names
+from orchestrator.errors import OutOfMemory
 from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.saved_experts import OtherExperts
 from orchestrator.train.checkpoint.snapshot_format import (
     Bytes,
     SnapshotHeader,
     SnapshotPart,
     merge_snapshots,
 )
+from orchestrator.train.parts.comm_errors import is_communication_error
+from orchestrator.types import first_line
 
 
 class SnapshotSource(Protocol):
@@ -38,6 +44,26 @@ class SnapshotSource(Protocol):
 
 class ExpertsMissing(RuntimeError):
     """No snapshot that can be fetched holds an expert of this host."""
+
+
+class SnapshotsUnusable(RuntimeError):
+    """The snapshots themselves cannot be read or restored: only a checkpoint can help."""
+
+
+@contextmanager
+def using_snapshots() -> Iterator[None]:
+    """Raise ``SnapshotsUnusable`` for an error of the block that only the snapshots can have caused.
+
+    A lost peer, memory that is full and another placement say nothing against them."""
+    try:
+        yield
+    except (ExpertsMissing, OtherExperts, OutOfMemory, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if is_communication_error(error):
+            raise
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        raise SnapshotsUnusable(f"the snapshots cannot be restored: {cause}") from error
 
 
 def fetch_contents(source: SnapshotSource, rank: int, model: nn.Module) -> Contents:

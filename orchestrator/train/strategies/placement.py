@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.compute import with_memory_settings
 from orchestrator.plan.estimate import ModelFacts
+from orchestrator.plan.host_groups import expert_memory, hosts_of_group
 from orchestrator.plan.planning import Plan
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.placement_file import placement_file
@@ -42,6 +42,8 @@ class PlacementDecision:
     layers: tuple[Placement, ...]
     devices: tuple[MeasuredDevice, ...]
     hosts: tuple[HostFacts, ...]
+    groups: int
+    """Groups of hosts that each hold every expert; the layers are placed on the first."""
 
     @property
     def host_of(self) -> list[tuple[int, ...]]:
@@ -98,11 +100,12 @@ def decide_placement(
     known: Mapping[str, Any],
     loads: Sequence[Sequence[float]],
     name: str = "placement",
+    groups: int = 1,
 ) -> PlacementDecision:
     """Decide where the experts of a run live. All hosts must call; the main host decides for all.
 
     A resumed run keeps its placement (from ``known``, the fields of its plan) if it fits these hosts.
-    ``loads`` are tokens per expert and layer as last seen, empty for a new run. With several groups of
+    ``loads`` are tokens per expert and layer as last seen, empty for a new run. With several ``groups`` of
     hosts that each hold all experts, it is the placement on the first group. ``name`` is used once per
     generation of the group.
     """
@@ -120,10 +123,10 @@ def decide_placement(
     ]
     decided = None
     if world.is_main:
-        group = hosts[: world.size // plan.expert_replicas.value]
+        group = hosts[: world.size // groups]
         decided = [asdict(layer) for layer in _place_layers(config, plan, facts, group, known, loads)]
     layers = [_placement_from_json(fields) for fields in world.broadcast_value(name, decided)]
-    return PlacementDecision(tuple(layers), tuple(devices), tuple(hosts))
+    return PlacementDecision(tuple(layers), tuple(devices), tuple(hosts), groups)
 
 
 def _placement_from_json(fields: dict[str, Any]) -> Placement:
@@ -149,7 +152,7 @@ def predict_placement(config: Config, plan: Plan, facts: ModelFacts) -> Predicte
     if plan.strategy.value != "expert_parallel":
         return None
     facts = with_memory_settings(config, facts)
-    hosts = [HostFacts(1.0, _memory_left(plan.memory.limit, plan, facts))] * _hosts_of_group(plan)
+    hosts = [HostFacts(1.0, expert_memory(plan.memory.limit, plan, facts))] * hosts_of_group(plan)
     layers = _place_layers(config, plan, facts, hosts, {}, ())
     if plan.placement.value == "round_robin":
         assumes = "in turn"
@@ -182,7 +185,7 @@ def _place_layers(
     started on: where some of them are lost, those that are left share all experts."""
     costs = _expert_costs(facts, loads)
     try:
-        applies = len(hosts) >= _hosts_of_group(plan) and not known.get("placement_outdated", False)
+        applies = len(hosts) == hosts_of_group(plan) and not known.get("placement_outdated", False)
         from_file = placement_file(config, facts, len(hosts)) if applies else None
         if from_file is not None:
             return place_in_turn(costs, hosts, lambda number, *rest: placement_of(from_file[number], *rest))
@@ -254,18 +257,4 @@ def _expert_memory(config: Config, plan: Plan, facts: ModelFacts, world: World) 
     if limit is not None and world.device.type == "cuda":
         # The plan's limit is that of the smallest device.
         limit = torch.cuda.get_device_properties(world.device).total_memory * config.batch.gpu_memory_fraction
-    return _memory_left(limit, plan, facts)
-
-
-def _memory_left(limit: float | None, plan: Plan, facts: ModelFacts) -> float:
-    """Return the limit less the dense part and the activations."""
-    if limit is None:
-        return math.inf
-    most_experts = -(-facts.experts // _hosts_of_group(plan))
-    local_parameters = facts.expert_parameters * most_experts / max(1, facts.experts)
-    return max(0.0, limit - (plan.memory.total - facts.expert_state_bytes * local_parameters))
-
-
-def _hosts_of_group(plan: Plan) -> int:
-    """Return the number of hosts that together hold every expert once."""
-    return max(1, plan.workers.value // plan.expert_replicas.value)
+    return expert_memory(limit, plan, facts)

@@ -82,6 +82,7 @@ def build_training(
         worker.log.write,
         experts.host_of,
         experts.layers,
+        experts.groups,
     )
     try:
         return _complete_training(worker, parts, experts, resume, snapshots)

@@ -82,12 +82,13 @@ def build_parts(
     emit: Emit = lambda *_, **__: None,
     host_of: Sequence[Sequence[int]] | None = None,
     experts: Sequence[LayerStructure] | None = None,
+    groups: int = 1,
 ) -> ModelParts:
     """Build a task's model and the parts that train it.
 
-    ``host_of`` is the rank of each layer's experts. ``experts`` describes them where they are not as
-    the task builds them, or have copies."""
-    model = build_model(config, plan, task, world, host_of, experts)
+    ``host_of`` is the rank of each layer's experts, in the first of ``groups`` of hosts that hold them all.
+    ``experts`` describes them where they are not as the task builds them, or have copies."""
+    model = build_model(config, plan, task, world, host_of, experts, groups)
     if plan.evolution_rules is not None:
         for _, layer in gated_layers(model):
             layer.statistics = ExpertStatistics(len(layer.load_E), layer.bank.width)
@@ -136,6 +137,7 @@ def build_model(
     world: World,
     host_of: Sequence[Sequence[int]] | None,
     experts: Sequence[LayerStructure] | None = None,
+    groups: int = 1,
 ) -> nn.Module:
     """Build a task's model: whole, or with the experts of this host alone.
 
@@ -151,7 +153,7 @@ def build_model(
     # Before weights are read: memory for their longer type is never needed.
     store_frozen(model, plan.precision.value)
     if host_of is not None:
-        _place(model, host_of, experts, plan.expert_replicas.value, world)
+        _place(model, host_of, experts, groups, world)
     if initialise is not None:
         for _, layer in moe_layers(model):
             layer.bank.materialise()
@@ -175,17 +177,17 @@ def _place(
     model: nn.Module,
     host_of: Sequence[Sequence[int]],
     experts: Sequence[LayerStructure] | None,
-    replicas: int,
+    groups: int,
     world: World,
 ) -> None:
-    if experts is None and replicas == 1:
+    if experts is None and groups == 1:
         place(model, host_of, world.rank)
         return
     if experts is None:
         layers = zip(moe_layers(model), host_of, strict=True)
         experts = [LayerStructure.initial(name, layer.bank.sizes, hosts) for (name, layer), hosts in layers]
-    if replicas > 1:
-        experts = replica_placement(experts, world.size, replicas)
+    if groups > 1:
+        experts = replica_placement(experts, world.size, groups)
     place_structure(model, experts, world.rank, world.size)
 
 

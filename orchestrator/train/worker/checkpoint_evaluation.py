@@ -51,7 +51,9 @@ def evaluate_checkpoint(
         world = world.with_data_on_main()
     plan = prepared.plan
     task = prepared.task
-    parts = build_parts(config, plan, task, world, host_of=experts.host_of, experts=experts.layers)
+    parts = build_parts(
+        config, plan, task, world, host_of=experts.host_of, experts=experts.layers, groups=experts.groups
+    )
     evaluation = build_evaluation(config, plan, task, world, parts)
     try:
         if evaluation is None:

@@ -13,6 +13,7 @@ from experts.rebalance.replicas import group_count
 from experts.structure import LayerStructure
 from experts.surgery.surgery import restructure
 from orchestrator.plan.estimate import ModelFacts
+from orchestrator.plan.host_groups import groups_on
 from orchestrator.plan.planning import Plan
 from orchestrator.train.checkpoint.saved_experts import SavedExperts
 from orchestrator.train.parts.world import World
@@ -34,6 +35,11 @@ class PlacedExperts:
         """The host of each expert, by layer."""
         return self.decision.host_of if self.decision is not None else None
 
+    @property
+    def groups(self) -> int:
+        """The groups of hosts that each hold every expert; ``host_of`` are the hosts of the first."""
+        return self.decision.groups if self.decision is not None else 1
+
 
 def place_experts(
     prepared: PreparedRun,
@@ -51,13 +57,13 @@ def place_experts(
         return PlacedExperts(None, _on_one_host(saved_layers) if saved_layers else None)
     facts = facts_with_experts(prepared.facts, saved)
     config = prepared.resolved.config
-    replicas = prepared.plan.expert_replicas.value
+    groups = groups_on(config, prepared.plan, prepared.facts, world.size).value
     # With another number of groups, the saved hosts mean nothing.
-    has_same_groups = saved is not None and group_count(saved.layers, saved.hosts) == replicas
-    before = _known(known, saved if has_same_groups else None, prepared.plan)
+    has_same_groups = saved is not None and group_count(saved.layers, saved.hosts) == groups
+    before = _known(known, saved if has_same_groups else None, prepared.plan, groups)
     counts = _in_order(loads, facts, saved_layers)
-    decision = decide_placement(config, prepared.plan, facts, world, before, counts, name)
-    if saved is not None and has_same_groups and replicas == 1 and _keeps_hosts(saved, decision, world):
+    decision = decide_placement(config, prepared.plan, facts, world, before, counts, name, groups)
+    if saved is not None and has_same_groups and groups == 1 and _keeps_hosts(saved, decision, world):
         has_copies = any(len(expert.hosts) > 1 for layer in saved.layers for expert in layer.experts)
         return PlacedExperts(decision, saved.layers if saved_layers or has_copies else None)
     return PlacedExperts(decision, _on_hosts(saved_layers, decision.host_of) if saved_layers else None)
@@ -117,14 +123,14 @@ def _expert_weights(layer: LayerStructure, before: Sequence[int]) -> tuple[int, 
     return tuple(weight * expert.size // size for expert in layer.experts)
 
 
-def _known(known: Mapping[str, Any], saved: SavedExperts | None, plan: Plan) -> dict[str, Any]:
+def _known(known: Mapping[str, Any], saved: SavedExperts | None, plan: Plan, groups: int) -> dict[str, Any]:
     """Return the fields of the earlier plan, with the hosts that the saved experts had last."""
     if saved is None or "placement_asked" not in known:
         return dict(known)
     return {
         **known,
         "placement": _first_hosts(saved),
-        "placement_hosts": saved.hosts // plan.expert_replicas.value,
+        "placement_hosts": saved.hosts // groups,
         # A file says where the experts of the start live: it knows neither newborn ones nor moves.
         "placement_outdated": plan.rebalance.value or plan.evolution_rules is not None,
     }

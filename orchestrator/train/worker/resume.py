@@ -19,7 +19,7 @@ from orchestrator.train.checkpoint.progress import Progress, read_progress
 from orchestrator.train.checkpoint.restore import restore, restore_model
 from orchestrator.train.checkpoint.saved_experts import SavedExperts, read_experts
 from orchestrator.train.checkpoint.snapshot_format import SnapshotPart, read_part
-from orchestrator.train.checkpoint.snapshot_source import SnapshotSource, fetch_contents
+from orchestrator.train.checkpoint.snapshot_source import SnapshotSource, fetch_contents, using_snapshots
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.store import CheckpointStore, LoadedCheckpoint, Skipped, first_good
 from orchestrator.train.parts.world import World
@@ -60,9 +60,10 @@ def saved_experts_to_start_with(
 
     The model must be built with them before the state can be restored. All workers must call it."""
     if resume is not None and resume.snapshots is not None and not resume.checkpoint_is_newer:
-        header, data = resume.snapshots.fetch_dense()
-        _, state = read_part(SnapshotPart(header.rank, header.dense_end, data))
-        saved = read_experts(state)
+        with using_snapshots():
+            header, data = resume.snapshots.fetch_dense()
+            _, state = read_part(SnapshotPart(header.rank, header.dense_end, data))
+            saved = read_experts(state)
         return saved if saved.layers else None
     source = _source(config, start, restarted=resume is not None)
     if source is None:
@@ -136,8 +137,9 @@ def restore_newest(
         checkpoint, skipped = _load_together(newer, start, remote_expert_names(state.model))
     if checkpoint is not None:
         return _resumed(restore(checkpoint.contents, state), start, checkpoint.path.name, skipped)
-    contents = fetch_contents(snapshots, start.world.rank, state.model)
-    return _resumed(restore(contents, state), start, None, skipped, source="memory")
+    with using_snapshots():
+        progress = restore(fetch_contents(snapshots, start.world.rank, state.model), state)
+    return _resumed(progress, start, None, skipped, source="memory")
 
 
 def restore_checkpoint(

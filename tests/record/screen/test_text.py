@@ -36,6 +36,10 @@ RECOVERIES: list[tuple[dict[str, Any], str]] = [
         {"total_seconds": 0.4, "workers": 3, "step": 40, "lost_steps": 2, "source": "memory"},
         "recovered in 0.4 s on 3 workers at step 40, from snapshots in memory, 2 steps repeated",
     ),
+    (
+        {"workers": 3, "workers_before": 4, "expert_replicas": 1, "expert_replicas_before": 2, "step": 20},
+        "recovered on 3 workers instead of 4 in 1 expert group instead of 2 at step 20",
+    ),
     ({"workers": 3, "step": 20, "source": "disk"}, "recovered on 3 workers at step 20, from a checkpoint"),
     ({"workers": 3, "step": 0, "lost_steps": 0}, "recovered on 3 workers at step 0"),
     ({}, "recovered"),

@@ -16,7 +16,7 @@ from orchestrator.runtime.expert_parallel.states import (
     Joining,
     Running,
 )
-from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing
+from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing, SnapshotsUnusable
 from orchestrator.types import Choice, Rejected
 from tests.support.fakes.fake_hosts import FakeRun, MakeRun, fake_runs
 
@@ -82,12 +82,22 @@ def test_a_newcomer_that_was_given_too_few_snapshots_is_fit_and_they_are_good(ma
     assert not run.snapshots.cleared
 
 
-def test_snapshots_that_may_have_failed_the_join_are_dropped(make_run: MakeRun) -> None:
+@pytest.mark.parametrize(
+    ("error", "cleared"),
+    [
+        (SnapshotsUnusable("the snapshots cannot be restored: ValueError"), True),
+        (ValueError("3 hosts cannot be divided"), False),
+    ],
+)
+def test_only_snapshots_that_cannot_be_restored_are_dropped(
+    make_run: MakeRun, error: Exception, cleared: bool
+) -> None:
     run = run_that_can_grow(make_run)
     run.finish("advance", (None, 5))
-    run.finish("join", ValueError("cannot restore"), 0)
+    run.finish("join", error, 0)
     run.finish("join", CONNECTION_CLOSED, 1, 2)
-    assert run.snapshots.cleared
+    assert isinstance(run.state, Joining)
+    assert run.snapshots.cleared == cleared
 
 
 # Segments ahead

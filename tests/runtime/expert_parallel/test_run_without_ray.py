@@ -154,6 +154,24 @@ def test_the_recovery_says_how_the_run_went_on(make_run: MakeRun) -> None:
     assert recovery["detect_seconds"] == pytest.approx(0.25, abs=0.05), "since its last heartbeat"
 
 
+def test_expert_groups_are_chosen_anew_for_the_hosts_that_are_left(make_run: MakeRun) -> None:
+    run = make_run(hosts=4, expert_replicas=2)
+    run.begin_first_segment()
+    run.finish("advance", RayActorError(), 1)
+    run.pool.late = {1}
+    run.finish("advance", CONNECTION_CLOSED, 0, 2, 3)
+    run.clock.now += 10_000.0
+    run.poll()
+    run.finish("join")
+    run.finish("advance", (None, 8))
+    run.finish("advance", (None, 99))
+    (recovery,) = run.events("recovery")
+    assert (recovery["workers_before"], recovery["workers"]) == (4, 3)
+    assert (recovery["expert_replicas_before"], recovery["expert_replicas"]) == (2, 1)
+    groups = "with the experts in 1 group instead of 2: 2 groups of equal size cannot be made of 3 hosts"
+    assert groups in recovery["reason"]
+
+
 def test_a_host_that_dies_after_its_last_call_returned_is_missed(make_run: MakeRun) -> None:
     run = make_run()
     run.begin_first_segment()

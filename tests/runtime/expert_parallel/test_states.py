@@ -33,6 +33,7 @@ from orchestrator.runtime.expert_parallel.states import (
     advance,
 )
 from orchestrator.runtime.recovery import Failure, FailureHistory, GiveUp, HostStatus
+from orchestrator.types import Choice
 
 LIMITS = RunLimits(num_hosts=3, max_failures=3)
 MEMBERS = (0, 1, 2)
@@ -171,6 +172,14 @@ def test_a_group_that_is_too_small_takes_a_snapshot_and_then_grows() -> None:
     assert isinstance(join, JoinGroup)
     assert (join.generation, join.members, join.halvings, join.failure) == (5, (0, 2, 1), 1, None)
     assert "3 hosts instead of 2" in join.reason
+
+
+def test_hosts_that_come_back_get_the_expert_groups_of_their_number() -> None:
+    limits = replace(LIMITS, groups={2: Choice(1, "one"), 3: Choice(3, "as asked")})
+    last_segment = Running(4, (0, 2), snapshot_at_end=True)
+    _, (join,) = advance(last_segment, SegmentDone((0, 1, 2)), limits)
+    assert isinstance(join, JoinGroup)
+    assert join.reason.endswith("available, and with the experts in 3 groups instead of 1: as asked")
 
 
 def test_a_group_grows_by_the_hosts_that_are_ready() -> None:

@@ -26,6 +26,7 @@ from orchestrator.runtime.expert_parallel.states import Running
 from orchestrator.runtime.expert_parallel.stuck import HostHealth
 from orchestrator.runtime.recovery_log import RecoveryLog
 from orchestrator.types import Choice
+from tests.support.fakes.inventories import model
 
 
 @dataclass(eq=False)
@@ -271,8 +272,14 @@ def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
 
     def make_run(hosts: int = 3, snapshots: Choice[str] | None = None, **settings: Any) -> FakeRun:
         config = Config.of(run_dir=folder, **settings)
-        plan = SimpleNamespace(snapshots=snapshots or Choice("on", "they fit"))
-        prepared = SimpleNamespace(resolved=SimpleNamespace(config=config), plan=plan)
+        plan = SimpleNamespace(
+            snapshots=snapshots or Choice("on", "they fit"),
+            workers=Choice(hosts, "the test"),
+            expert_replicas=Choice(config.evolution.expert_replicas, "the test"),
+            memory=SimpleNamespace(limit=None),
+        )
+        facts = model(experts=7, moe_layers=1)
+        prepared = SimpleNamespace(resolved=SimpleNamespace(config=config), plan=plan, facts=facts)
         assignment: Any = SimpleNamespace(prepared=prepared, run_dir=folder, link=None)
         log = EventLog(folder / "events.jsonl")
         run = ExpertParallelRun(assignment, hosts, False, log, RecoveryLog(log, folder))

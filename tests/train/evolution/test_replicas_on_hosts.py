@@ -1,5 +1,5 @@
-"""Runs with ``--expert-replicas`` on real processes, in fp64: they equal one process, and their checkpoints
-resume on any number of hosts."""
+"""Runs with ``--expert-replicas`` on real processes, in fp64: they equal one process, their checkpoints
+resume on any number of hosts, and they go on without a lost one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from experts.layer import MoELayer
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import EventLog, by_step, read_events
 from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
+from orchestrator.train.checkpoint.snapshots import SnapshotTarget
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.worker.run import Supervision, run_worker
+from orchestrator.train.worker.resume import ResumeFrom
+from orchestrator.train.worker.run import Supervision, WorkerRun, run_worker
 from orchestrator.trainer import Trainer
 from tests.support.hosts.ranks import run_ranks
 from tests.support.runs.loop_runs import losses_in
 from tests.support.runs.tiny_model import Tiny
+from tests.support.storage.snapshots import CopyingSink, CountingSource, HostSnapshots
 
 CPU = torch.device("cpu")
 STEPS = 10
@@ -132,4 +136,43 @@ def test_a_checkpoint_of_replicas_resumes_on_other_hosts(
         for layers in layers_of_host:
             assert all(len(hosts) == replicas for layer in layers for hosts in layer["hosts"])
         assert all(any(layer["held"] for layer in layers) for layers in layers_of_host), "an idle host"
+    assert_equal_to_one_process(run_dir, alone)
+
+
+def go_on(
+    rank: int, size: int, store: str, run_dir: Path, end: int, snapshots: HostSnapshots | None
+) -> dict[str, Any]:
+    """Join a run of four hosts in two groups as a host of a recovery does, and train up to step ``end``.
+
+    Return the hosts of the experts, and this host's snapshot of the last step."""
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
+        batch = {"batch_size": 3, "workers": 4, "expert_replicas": 2, "max_steps": STEPS}
+        config = Config.of(**SETTINGS | batch, parallel_strategy="expert_parallel", run_dir=run_dir)
+        prepared = Trainer(task=TASK, config=config, quiet=True).prepare()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        log: Log = EventLog(run_dir / "events.jsonl") if world.is_main else SilentLog()
+        sink = CopyingSink()
+        supervision = Supervision(snapshots=SnapshotTarget(sink, PinnedBuffers(CPU), 0))
+        resume = ResumeFrom(CountingSource(snapshots)) if snapshots is not None else None
+        with WorkerRun(prepared, world, run_dir, log, supervision, resume) as run:
+            layers: list[MoELayer] = [layer for _, layer in gated_layers(run.loop.stepper.strategy.model)]
+            hosts = [[expert.hosts for expert in layer.structure.experts] for layer in layers]
+            run.advance(end - run.loop.progress.step, take_snapshot=True)
+        log.close()
+        return {"hosts": hosts, "snapshot": sink.snapshots[-1]}
+
+
+def test_the_run_goes_on_in_other_groups_when_a_host_is_lost_and_when_it_is_back(
+    alone: Path, tmp_path: Path
+) -> None:
+    """Three hosts make one group, and four make two groups again."""
+    run_dir = tmp_path / "run"
+    snapshots = None
+    for hosts, groups, end in ((4, 2, 3), (3, 1, 6), (4, 2, STEPS)):
+        results = run_ranks(go_on, hosts, run_dir, end, snapshots)
+        snapshots = [result["snapshot"] for result in results]
+        for result in results:
+            assert all(len(copies) == groups for layer in result["hosts"] for copies in layer)
+            held = {host for layer in result["hosts"] for copies in layer for host in copies}
+            assert held == set(range(hosts)), "a host without experts"
     assert_equal_to_one_process(run_dir, alone)

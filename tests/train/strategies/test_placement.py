@@ -14,6 +14,7 @@ import torch
 from experts.placement.placement import ExpertCost, HostFacts, Placement, place, placement_of
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
+from orchestrator.plan.host_groups import expert_memory
 from orchestrator.plan.planning import plan
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies import placement as placement_module
@@ -154,19 +155,6 @@ def test_each_group_of_hosts_has_memory_for_every_expert() -> None:
     assert "the first of 2 groups" in predicted.assumes
 
 
-def test_memory_for_experts_is_the_limit_less_the_dense_part() -> None:
-    """Three hosts of five experts: the estimate counts two of them on a host."""
-    config = Config.of(parallel_strategy="expert_parallel", workers=3)
-    facts = model(experts=5, expert_parameters=500, moe_layers=1, expert_weights=((100,) * 5,))
-    chosen = plan(config, machine(), facts)
-    dense_bytes = chosen.memory.total - 16 * 200
-    assert placement_module._memory_left(dense_bytes + 7.0, chosen, facts) == pytest.approx(7.0)
-    assert placement_module._memory_left(dense_bytes - 7.0, chosen, facts) == 0.0
-    assert placement_module._memory_left(None, chosen, facts) == float("inf")
-    no_experts = model(experts=0, expert_parameters=0)
-    assert placement_module._memory_left(chosen.memory.total + 5, chosen, no_experts) == pytest.approx(5)
-
-
 def test_a_gpu_of_another_size_than_the_smallest_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's limit is that of the smallest device."""
     config = Config.of(parallel_strategy="expert_parallel", workers=2, gpu_memory_fraction=0.5)
@@ -175,9 +163,9 @@ def test_a_gpu_of_another_size_than_the_smallest_has_its_own_limit(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
     on_gpu = World.single_process("cuda")
     left = placement_module._expert_memory(config, chosen, FACTS, on_gpu)
-    assert left == placement_module._memory_left(0.5 * total, chosen, FACTS)
+    assert left == expert_memory(0.5 * total, chosen, FACTS)
     on_cpu = placement_module._expert_memory(config, chosen, FACTS, World.single_process())
-    assert on_cpu == placement_module._memory_left(chosen.memory.limit, chosen, FACTS) != left
+    assert on_cpu == expert_memory(chosen.memory.limit, chosen, FACTS) != left
 
 
 def place_again(
@@ -235,7 +223,7 @@ def test_a_decision_is_recorded_with_its_least_even_layer() -> None:
     uneven = placement_of((0, 0, 0, 0, 1), costs, hosts)
     devices = (MeasuredDevice("a", 100.0), MeasuredDevice("b", 50.0))
     facts = model(experts=5, moe_layers=2, expert_weights=(SIZES, SIZES))
-    decision = PlacementDecision((even, uneven), devices, hosts)
+    decision = PlacementDecision((even, uneven), devices, hosts, 1)
     assert decision.host_of == [(0, 1, 0, 1, 1), (0, 0, 0, 0, 1)]
     assert decision.saved_fields("auto") == {
         "device_speeds": {"a": 100.0, "b": 50.0},
@@ -248,7 +236,7 @@ def test_a_decision_is_recorded_with_its_least_even_layer() -> None:
     assert event["hosts"][1] == {"rank": 1, "node": "node1", "name": "b", "speed": 50.0}
     assert event["layers"][0]["costs"] == [0.1, 0.1, 0.4, 0.2, 0.2]
     assert [layer["imbalance"] for layer in event["layers"]] == [even.imbalance, uneven.imbalance]
-    one = PlacementDecision((even,), devices, hosts)
+    one = PlacementDecision((even,), devices, hosts, 1)
     assert one.event(model(expert_weights=(SIZES,)))["sentence"] == even.sentence()
 
 
