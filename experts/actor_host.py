@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -209,3 +209,12 @@ def free_address() -> tuple[str, int]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+
+def common_address(addresses: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    """Return the address at which hosts can form a group: that of the first, given those of all.
+
+    Hosts on one node use the loopback interface, which no other machine reaches."""
+    address, port = addresses[0]
+    is_one_node = len({host for host, _ in addresses}) == 1
+    return ("127.0.0.1" if is_one_node else address), port

@@ -31,7 +31,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rank = arguments.rank
     torch.set_num_threads(1)
-    store = tcp_store(arguments.address, arguments.port, 2, rank == 0, _TIMEOUT_S)
+    store = tcp_store(arguments.address, arguments.port, rank == 0, _TIMEOUT_S, secret="")
     with process_group_world(store, rank, 2, torch.device("cpu"), "gloo", _TIMEOUT_S) as world:
         links = measured_links(world, "network")
         if world.is_main:

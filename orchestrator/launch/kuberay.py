@@ -1,7 +1,8 @@
 """KubeRay manifests: a RayJob that trains once, and a RayCluster for several runs.
 
 Workers run on pods with all GPUs of a node. The head has none, so that a lost spot node never takes the
-driver along; where one node is enough, the head is that node.
+driver along; where one node is enough, the head is that node. A network policy comes with them: gloo, NCCL
+and torch's rendezvous store ask no one for a password.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ RAY_VERSION = "2.60.0"
 TOKEN_SECRET = "ray-token"
 STORAGE_SECRET = "storage-credentials"
 _DEFAULT_CLAIM = "training-runs"
+_CLUSTER_LABEL = "expert-orchestrator/cluster"
+_DASHBOARD_PORT = 8265
 _USER = 1000
 """The user of cluster/Dockerfile."""
 _HEAD_CPUS = 4
@@ -49,9 +52,9 @@ def ray_job(launch: Launch) -> str:
     comment = [
         *_comment(launch),
         "Start: kubectl apply -f FILE",
-        f"Follow: kubectl logs -f job/{name}; end: kubectl delete rayjob {name}",
+        f"Follow: kubectl logs -f job/{name}; end: kubectl delete -f FILE",
     ]
-    return yaml_text(comment, _resource("RayJob", name, spec))
+    return yaml_text(comment, _resource("RayJob", name, spec), _network_policy(name))
 
 
 def ray_cluster(launch: Launch) -> str:
@@ -62,7 +65,7 @@ def ray_cluster(launch: Launch) -> str:
         f"Start: kubectl apply -f FILE; reach it: kubectl port-forward service/{name}-head-svc 8265",
         f"Train: ray job submit --address http://localhost:8265 -- bash -c {shlex.quote(script)}",
     ]
-    return yaml_text(comment, _resource("RayCluster", name, _cluster_spec(launch)))
+    return yaml_text(comment, _resource("RayCluster", name, _cluster_spec(launch)), _network_policy(name))
 
 
 def _comment(launch: Launch) -> list[str]:
@@ -79,6 +82,31 @@ def _claim(launch: Launch) -> str:
 
 def _resource(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def _network_policy(name: str) -> dict[str, Any]:
+    """Return the policy by which the pods of a cluster accept connections of each other alone.
+
+    KubeRay's operator and the pod that submits a job come from outside, to the dashboard, which asks for
+    the token. KubeRay's own field for this needs 1.7 and a feature gate."""
+    pods = {"matchLabels": {_CLUSTER_LABEL: name}}
+    spec = {
+        "podSelector": pods,
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {"from": [{"podSelector": pods}]},
+            {
+                "from": [{"namespaceSelector": {}}],
+                "ports": [{"protocol": "TCP", "port": _DASHBOARD_PORT}],
+            },
+        ],
+    }
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
 
 
 def _cluster_spec(launch: Launch) -> dict[str, Any]:
@@ -152,7 +180,7 @@ def _pod(launch: Launch, name: str, resources: dict[str, str]) -> dict[str, Any]
         "containers": [container],
         "volumes": [_volume(launch)],
     }
-    return {"spec": spec}
+    return {"metadata": {"labels": {_CLUSTER_LABEL: launch.options.name}}, "spec": spec}
 
 
 def _volume(launch: Launch) -> dict[str, Any]:

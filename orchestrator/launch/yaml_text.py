@@ -29,11 +29,13 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def yaml_text(comment: Sequence[str], content: dict[str, Any]) -> str:
-    """Return a YAML file: the lines of the comment, then the content with its keys in order."""
-    return comment_text(comment) + yaml.dump(
-        content, Dumper=_Dumper, sort_keys=False, width=_MAX_COLUMNS, allow_unicode=True
-    )
+def yaml_text(comment: Sequence[str], *documents: dict[str, Any]) -> str:
+    """Return a YAML file: the lines of the comment, then the documents with their keys in order."""
+    texts = [
+        yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=_MAX_COLUMNS, allow_unicode=True)
+        for content in documents
+    ]
+    return comment_text(comment) + "---\n".join(texts)
 
 
 def comment_text(lines: Sequence[str]) -> str:

@@ -13,9 +13,10 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,8 @@ class Assignment:
     """The driver's end of a link to its run folder, if the nodes share no disk."""
     start: RemoteStart | None = None
     """The checkpoint of another remote run that this one begins with."""
+    secret: str = field(default_factory=token_hex, repr=False)
+    """By it the driver and the workers know each other's values in the rendezvous store."""
 
 
 @dataclass(frozen=True)

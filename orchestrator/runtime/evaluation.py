@@ -119,7 +119,7 @@ def evaluate_worker(
             store = folder.open_store(assignment.run_dir / "checkpoints", repair=False)
             prepared = _with_downloaded(prepared, store, checkpoint)
         on_batch = _progress_writer(assignment.run_dir, rank)
-        with form_world(prepared, rank, context.get_world_size()) as world:
+        with form_world(prepared, rank, context.get_world_size(), assignment.secret) as world:
             return evaluate_checkpoint(prepared, world, on_batch, options, store)
 
 

@@ -129,6 +129,16 @@ def autoscaler_limits() -> Mapping[str, float]:
     return state.get_max_resources_from_cluster_config() or {}
 
 
+def started_cluster() -> bool:
+    """Return whether this process has started the cluster that it uses, and so the only node of it.
+
+    The public API does not tell a cluster that was joined from one that was started.
+    """
+    from ray._private.worker import global_worker
+
+    return global_worker.node is not None and global_worker.node.is_head()
+
+
 def logs_folder() -> Path | None:
     """Return the folder of Ray's own logs on this node; None outside a node.
 

@@ -7,13 +7,39 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 from experts.membership import GroupMembership
 
 _INTERVAL_SECONDS = 0.2
+_LARGEST_COUNT = 2**53
 
 Phase = Literal["build", "rest", "data", "first step", "step", "compile", "evaluate", "save", "snapshot"]
+
+
+class SentHeartbeat(NamedTuple):
+    """One heartbeat of a host, as the driver reads it."""
+
+    number: int
+    """Of the host's heartbeats in this generation, from 0."""
+    phase: Phase
+    step: int
+    progress: int
+    waiting: bool
+
+
+def parse_heartbeat(text: str) -> SentHeartbeat | None:
+    """Return the heartbeat that ``send_heartbeats`` wrote; None if the text is none."""
+    number, _, fields = text.partition(" ")
+    try:
+        phase, step, progress, waiting = json.loads(fields)
+        heartbeat = SentHeartbeat(int(number), phase, step, progress, waiting)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    counts = heartbeat.number, step, progress
+    if not all(type(count) is int and 0 <= count <= _LARGEST_COUNT for count in counts):
+        return None
+    return heartbeat if phase in get_args(Phase) and type(waiting) is bool else None
 
 
 class Heartbeat:

@@ -14,7 +14,7 @@ from tests.cli.helpers import SMALL, Call, check_answer
 def test_the_file_goes_to_the_screen_and_notes_to_stderr(call: Call) -> None:
     answer = call("launch", "kuberay", "--workers", "4", "--", "--task", "text")
     assert answer.code == 0
-    assert yaml.safe_load(answer.out)["kind"] == "RayJob"
+    assert next(yaml.safe_load_all(answer.out))["kind"] == "RayJob"
     assert "--gpu H100" in answer.err
 
 
@@ -28,7 +28,7 @@ def test_the_file_goes_to_the_disk_on_request(call: Call, tmp_path: Path) -> Non
     answer = call("launch", "kuberay-cluster", "--out", "cluster.yaml")
     assert (answer.code, answer.out) == (0, "")
     assert "wrote cluster.yaml" in answer.err
-    assert yaml.safe_load((tmp_path / "cluster.yaml").read_text())["kind"] == "RayCluster"
+    assert next(yaml.safe_load_all((tmp_path / "cluster.yaml").read_text()))["kind"] == "RayCluster"
 
 
 def test_the_run_is_planned_for_the_named_gpu(call: Call) -> None:

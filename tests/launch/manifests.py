@@ -18,9 +18,15 @@ SCHEMA = Path(__file__).with_name("rayjob.schema.json")
 
 def manifest(options: LaunchOptions, *flags: str) -> dict[str, Any]:
     """Return the manifest that is written for these options, after a check against the schema."""
-    content = yaml.safe_load(file_text(Launch(options, flags)))
+    content, _ = yaml.safe_load_all(file_text(Launch(options, flags)))
     check_manifest(content)
     return content
+
+
+def network_policy(options: LaunchOptions) -> dict[str, Any]:
+    """Return the network policy that is written with the manifest."""
+    _, policy = yaml.safe_load_all(file_text(Launch(options, ())))
+    return policy
 
 
 def check_manifest(content: dict[str, Any]) -> None:

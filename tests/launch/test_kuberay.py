@@ -14,7 +14,7 @@ from orchestrator.launch.files import file_text
 from orchestrator.launch.kuberay import RAY_VERSION
 from orchestrator.launch.launch import Launch
 from orchestrator.launch.options import Kind, LaunchOptions
-from tests.launch.manifests import check_manifest, cluster_of, gpus, manifest, pods
+from tests.launch.manifests import check_manifest, cluster_of, gpus, manifest, network_policy, pods
 
 KINDS: tuple[Kind, ...] = ("kuberay", "kuberay-cluster")
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +72,22 @@ def test_the_token_comes_from_a_secret_alone(kind: Kind) -> None:
     content = manifest(LaunchOptions(kind))
     assert cluster_of(content)["authOptions"] == {"mode": "token", "secretName": "ray-token"}
     assert "RAY_AUTH_TOKEN" not in yaml.safe_dump(content)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_accept_connections_of_their_own_cluster_and_to_the_dashboard_alone(kind: Kind) -> None:
+    options = LaunchOptions(kind, name="mine")
+    cluster = cluster_of(manifest(options))
+    policy = network_policy(options)
+    assert (policy["apiVersion"], policy["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")
+    selected = policy["spec"]["podSelector"]["matchLabels"]
+    assert set(selected.values()) == {"mine"}, "another cluster of the namespace is not selected"
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert selected.items() <= group["template"]["metadata"]["labels"].items()
+    of_cluster, to_dashboard = policy["spec"]["ingress"]
+    assert of_cluster == {"from": [{"podSelector": {"matchLabels": selected}}]}
+    assert [port["port"] for port in to_dashboard["ports"]] == [8265], "it asks for the token"
+    assert policy["spec"]["policyTypes"] == ["Ingress"], "workers may reach storage and the head"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.train.backend import Backend, BackendConfig
 
-from experts.actor_host import free_address
+from experts.actor_host import common_address, free_address
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.runtime.bootstrap import (
     Assignment,
@@ -47,7 +47,7 @@ class _RendezvousBackend(Backend):
     share_cuda_visible_devices = True
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:  # noqa: ARG002
-        address, port = worker_group.execute_single(0, free_address)
+        address, port = common_address(worker_group.execute(free_address))
         worker_group.execute(set_variables, {"MASTER_ADDR": address, "MASTER_PORT": str(port)})
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
@@ -94,14 +94,14 @@ def _worker_run(assignment: Assignment, rank: int, world_size: int) -> Iterator[
         supervision = Supervision(RequestReader(assignment, rank), open_store=folder.open_store)
         with (
             open_log(assignment, rank) as log,
-            form_world(prepared, rank, world_size) as world,
+            form_world(prepared, rank, world_size, assignment.secret) as world,
             WorkerRun(prepared, world, assignment.run_dir, log, supervision, assignment.resume) as run,
         ):
             yield run
 
 
 @contextmanager
-def form_world(prepared: PreparedRun, rank: int, world_size: int) -> Iterator[World]:
+def form_world(prepared: PreparedRun, rank: int, world_size: int, secret: str) -> Iterator[World]:
     """Set torch's switches and form the process group, until the block has ended."""
     from orchestrator.train.parts.stores import tcp_store
     from orchestrator.train.parts.world import process_group_world
@@ -111,12 +111,12 @@ def form_world(prepared: PreparedRun, rank: int, world_size: int) -> Iterator[Wo
     port = int(variable("MASTER_PORT"))
     config = prepared.resolved.config
     timeout_s = config.parallel.step_timeout_s(hosts=False)
-    store = tcp_store(address, port, world_size, rank == 0, timeout_s)
+    store = tcp_store(address, port, rank == 0, timeout_s, secret)
     device = _device(prepared)
     backend = prepared.plan.backend.value
     with (
         torch_settings(config, prepared.plan, device),
-        process_group_world(store, rank, world_size, device, backend, timeout_s) as world,
+        process_group_world(store, rank, world_size, device, backend, timeout_s, secret) as world,
     ):
         yield world
 

@@ -26,19 +26,19 @@ class HostGroup:
     def __init__(
         self,
         pool: HostPool,
-        store: Any,
+        heartbeats: Heartbeats,
         store_address: tuple[str, int],
         assignment: Any,
         step_limit_s: float,
         snapshots: SnapshotStore,
     ) -> None:
-        """``store`` is the driver's; ``assignment`` is an object reference."""
+        """``assignment`` is an object reference."""
         self._pool = pool
         self._store_address = store_address
         self._assignment = assignment
         self._step_limit_s = step_limit_s
         self.calls = GroupCalls(pool)
-        self.heartbeats = Heartbeats(store)
+        self.heartbeats = heartbeats
         self.snapshots = snapshots
 
     def join(

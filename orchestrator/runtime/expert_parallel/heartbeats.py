@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,8 @@ from time import monotonic, time
 from typing import Any
 
 from orchestrator.runtime.expert_parallel.stuck import HostHealth
+from orchestrator.train.heartbeat import SentHeartbeat, parse_heartbeat
+from orchestrator.train.parts.stores import unseal
 
 _READ_SECONDS = 0.2
 _LATE_SECONDS = 1.0
@@ -19,6 +20,8 @@ _NUM_STEPS = 5
 """Steps that count as recent."""
 _NUM_KNOWN_STEPS = 3
 """Until so many steps are known, the first step counts for them too."""
+_MAX_BYTES = 1024
+"""Of a heartbeat in the store."""
 
 
 def heartbeat_key(generation: int, host_id: int) -> str:
@@ -30,7 +33,10 @@ def heartbeat_key(generation: int, host_id: int) -> str:
 class _LastBeat:
     """The last heartbeat of a host, and when parts of it last changed, by the driver's clock."""
 
-    text: str = ""
+    number: int = -1
+    """Of the last heartbeat in this generation; -1 before the first."""
+    closing_number: int = -1
+    """The same in the generation before."""
     phase: str = "join"
     step: int = 0
     progress: int = -1
@@ -39,6 +45,8 @@ class _LastBeat:
     progressed_at: float = 0.0
     silences: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SILENCES))
     """Seconds between two heartbeats."""
+    foreign: bytes | None = None
+    """The last value under the host's key that the host did not write."""
 
 
 class _Intervals:
@@ -65,10 +73,22 @@ class _Intervals:
 
 
 class Heartbeats:
-    """Reads the heartbeats of the members of a generation from the driver's store."""
+    """Reads the heartbeats of the members of a generation from the driver's store.
 
-    def __init__(self, store: Any, clock: Callable[[], float] = monotonic) -> None:
+    Others may reach the store too. A value that the host did not write counts as no heartbeat."""
+
+    def __init__(
+        self,
+        store: Any,
+        secret: str,
+        warn: Callable[[str], None],
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``warn`` is called once, if the store holds values that no host wrote."""
         self._store = store
+        self._secret = secret
+        self._warn = warn
+        self._has_warned = False
         self._clock = clock
         self._beats: dict[int, _LastBeat] = {}
         self._generation = -1
@@ -95,53 +115,82 @@ class Heartbeats:
             return False
         self._read_at = now
         for host_id, beat in self._beats.items():
-            text = self._last_text(self._generation, host_id)
-            if text:
-                self._update(beat, text, now, is_late=since_last_s > _LATE_SECONDS)
+            data = self._last_data(self._generation, host_id)
+            sent = self._heartbeat(self._generation, host_id, data)
+            if sent is not None:
+                self._update(beat, sent, now, is_late=since_last_s > _LATE_SECONDS)
+            elif data is not None:
+                self._pass_over(host_id, beat, data, since_last_s)
             elif self._previous_generation >= 0:
-                self._observe_closing(beat, self._last_text(self._previous_generation, host_id), now)
+                data = self._last_data(self._previous_generation, host_id)
+                self._observe_closing(beat, self._heartbeat(self._previous_generation, host_id, data), now)
         return True
 
-    def _last_text(self, generation: int, host_id: int) -> str:
-        """Return the last heartbeat of a host in a generation; empty if there is none."""
+    def _last_data(self, generation: int, host_id: int) -> bytes | None:
+        """Return the value under the key of a host; None if there is none."""
         key = heartbeat_key(generation, host_id)
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        try:
+            return self._store.get(key) if self._store.check([key]) else None
+        except Exception:  # another client has deleted the key meanwhile
+            return None
 
-    def _observe_closing(self, beat: _LastBeat, text: str, now: float) -> None:
+    def _heartbeat(self, generation: int, host_id: int, data: bytes | None) -> SentHeartbeat | None:
+        """Return the heartbeat that a host wrote; None if it did not write this."""
+        if data is None or len(data) > _MAX_BYTES:
+            return None
+        text = unseal(data, heartbeat_key(generation, host_id), self._secret)
+        return parse_heartbeat(text) if text is not None else None
+
+    def _pass_over(self, host_id: int, beat: _LastBeat, data: bytes, since_last_s: float) -> None:
+        """Count a value that the host did not write as no heartbeat.
+
+        Each new one has replaced a heartbeat that would have been read: that time is no silence. One
+        that stays shows that the host has not written since."""
+        if data == beat.foreign:
+            return
+        beat.foreign = data
+        beat.received_at += since_last_s
+        beat.progressed_at += since_last_s
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"the rendezvous store holds {len(data)} bytes under the key of host {host_id} that the host "
+                "did not write; they are ignored. Another process reaches the store: see docs/security.md"
+            )
+
+    def _observe_closing(self, beat: _LastBeat, sent: SentHeartbeat | None, now: float) -> None:
         """Take the heartbeat of the last generation as a sign of life of a host that joins.
 
         Before it joins, it closes its part of the last group, and may have a checkpoint to write."""
-        if text == beat.text:
+        if sent is None or sent.number <= beat.closing_number:
             return
-        progress = json.loads(text.partition(" ")[2])[2]
-        if beat.text and progress != beat.progress:
-            beat.progressed_at = now
-        beat.progress = progress
-        # The first text is from before the regroup: only a change shows that the host lives.
-        if beat.text:
+        # The first one is from before the regroup: only a change shows that the host lives.
+        if beat.closing_number >= 0:
             beat.received_at = now
-        beat.text = text
+            if sent.progress != beat.progress:
+                beat.progressed_at = now
+        beat.progress = sent.progress
+        beat.closing_number = sent.number
 
-    def _update(self, beat: _LastBeat, text: str, now: float, is_late: bool) -> None:
-        # Each heartbeat begins with a counter: the same text means that no new one has come.
-        if text == beat.text:
+    def _update(self, beat: _LastBeat, sent: SentHeartbeat, now: float, is_late: bool) -> None:
+        # A lower number is an old heartbeat that another client has written again.
+        if sent.number <= beat.number:
             return
-        phase, step, progress, waiting = json.loads(text.partition(" ")[2])
         is_measured = beat.phase != "join" and not is_late
         if is_measured:
             beat.silences.append(now - beat.received_at)
-        if progress != beat.progress:
+        if sent.progress != beat.progress:
             if is_measured:
                 intervals = self._waits if beat.waiting else self._work
                 of_phase = intervals.setdefault(beat.phase, _Intervals())
                 of_phase.add(self._generation, beat.step, now - beat.progressed_at)
-            beat.progress = progress
+            beat.progress = sent.progress
             beat.progressed_at = now
-        beat.text = text
+        beat.number = sent.number
         beat.received_at = now
-        beat.phase = phase
-        beat.step = step
-        beat.waiting = waiting
+        beat.phase = sent.phase
+        beat.step = sent.step
+        beat.waiting = sent.waiting
 
     @property
     def last_step(self) -> int:

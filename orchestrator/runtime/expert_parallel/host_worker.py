@@ -127,7 +127,7 @@ def preload(context: HostContext, assignment: Assignment, store_address: tuple[s
         with masked_errors(prepared.hidden):
             check_run_dir(assignment, "a host")
     enter_working_dir(assignment.working_dir, config.parallel.nccl_debug, prepared.hidden)
-    _store_clients(context, store_address)
+    _store_clients(context, store_address, assignment.secret)
     if uses_cuda(prepared):
         # Creating the CUDA context takes a second. Settings for determinism follow later.
         torch.zeros(1, device=_device(prepared)).add_(1).cpu()
@@ -177,9 +177,11 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
     with masked_errors(assignment.prepared.hidden), worker_folder(assignment, rank) as folder:
         assignment = folder.assignment
         prepared = _prepare(context, assignment, rank)
-        store, heartbeat_store = _store_clients(context, request.store_address)
+        store, heartbeat_store = _store_clients(context, request.store_address, assignment.secret)
         heartbeat = Heartbeat()
-        with send_heartbeats(heartbeat, membership, _sender(context, heartbeat_store, request)):
+        with send_heartbeats(
+            heartbeat, membership, _sender(context, heartbeat_store, request, assignment.secret)
+        ):
             snapshots = ReferencedSnapshots(request.snapshots) if request.snapshots else None
             # The request outlives the join, and must not keep the snapshots in memory.
             request = replace(request, snapshots=())
@@ -202,7 +204,7 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
                 open_log(assignment, rank) as log,
                 _reusing_client(context, factory),
                 torch_settings(prepared.resolved.config, prepared.plan, device),
-                recoverable_world(factory, device, prepared.plan.backend.value) as world,
+                recoverable_world(factory, device, prepared.plan.backend.value, assignment.secret) as world,
                 report_compilation(heartbeat),
                 WorkerRun(prepared, world, assignment.run_dir, log, supervision, resume) as run,
             ):
@@ -247,7 +249,7 @@ def _device(prepared: PreparedRun) -> torch.device:
     return torch.device("cuda", 0) if uses_cuda(prepared) else torch.device("cpu")
 
 
-def _store_clients(context: HostContext, store_address: tuple[str, int]) -> tuple[Any, Any]:
+def _store_clients(context: HostContext, store_address: tuple[str, int], secret: str) -> tuple[Any, Any]:
     """Return two clients of the driver's store: one for the group, one for heartbeats, which must
     not wait for it.
 
@@ -257,7 +259,7 @@ def _store_clients(context: HostContext, store_address: tuple[str, int]) -> tupl
 
     for name in ("store", "heartbeat store"):
         if name not in context.cache:
-            context.cache[name] = tcp_store(*store_address, 1, False, _STORE_TIMEOUT_S)
+            context.cache[name] = tcp_store(*store_address, False, _STORE_TIMEOUT_S, secret)
     return context.cache["store"], context.cache["heartbeat store"]
 
 
@@ -281,13 +283,15 @@ def _is_connected(store: Any) -> bool:
     return True
 
 
-def _sender(context: HostContext, store: Any, request: JoinRequest) -> Callable[[str], None]:
+def _sender(context: HostContext, store: Any, request: JoinRequest, secret: str) -> Callable[[str], None]:
     """Return a function that writes a heartbeat to the driver's store."""
+    from orchestrator.train.parts.stores import seal
+
     key = heartbeat_key(request.generation, request.host_id)
 
     def send(text: str) -> None:
         try:
-            store.set(key, text)
+            store.set(key, seal(text, key, secret))
         except Exception:  # a broken connection is not used again
             context.cache.pop("heartbeat store", None)
             raise

@@ -25,6 +25,7 @@ from orchestrator.runtime.bootstrap import Assignment
 from orchestrator.runtime.cluster.prestart import host_variables
 from orchestrator.runtime.driver import AttemptResult
 from orchestrator.runtime.expert_parallel.group import HostGroup
+from orchestrator.runtime.expert_parallel.heartbeats import Heartbeats
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
 from orchestrator.runtime.expert_parallel.host_worker import Segment, SegmentResult
 from orchestrator.runtime.expert_parallel.segments import MAX_GRANTED, SegmentLengths
@@ -59,12 +60,13 @@ from orchestrator.runtime.expert_parallel.states import (
 )
 from orchestrator.runtime.expert_parallel.unfit import find_unfit
 from orchestrator.runtime.failures import cause_of
+from orchestrator.runtime.ray_internals import started_cluster
 from orchestrator.runtime.recovery import ExpertGroups, Failure, HostStatus, root_cause
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.storage.folder import RemoteError
 from orchestrator.train.checkpoint.snapshot_source import SnapshotsUnusable
 from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.parts.stores import open_store
+from orchestrator.train.parts.stores import LOOPBACK, open_store
 from orchestrator.train.remote.node_store import published_steps
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.types import first_line
@@ -120,7 +122,10 @@ class ExpertParallelRun:
         self._replacement_limit_s = self._start_limit_s if config.run.deterministic else _REPLACEMENT_SECONDS
         self._start_deadline = perf_counter() + self._start_limit_s
         reference = ray.put(assignment)
-        store, store_address = open_store(ray.util.get_node_ip_address())
+        # Nobody but this machine needs to reach the store of a cluster that the run started itself.
+        address = LOOPBACK if started_cluster() else ray.util.get_node_ip_address()
+        store, store_address = open_store(address, assignment.secret)
+        heartbeats = Heartbeats(store, assignment.secret, partial(self._warn, "store"))
         variables = host_variables(config)
         warn_of_hosts = partial(self._warn, "hosts")
         warn_of_snapshots = partial(self._warn, "snapshots")
@@ -129,7 +134,7 @@ class ExpertParallelRun:
         )
         snapshot_store = SnapshotStore(self._pool, warn_of_snapshots, backups=snapshots.value == "on")
         self._group = HostGroup(
-            self._pool, store, store_address, reference, self._step_limit_s, snapshot_store
+            self._pool, heartbeats, store_address, reference, self._step_limit_s, snapshot_store
         )
         for rejected in snapshots.rejected:
             warn_of_snapshots(f"snapshots are {snapshots.value}: {rejected.why}; {snapshots.reason}")

@@ -17,7 +17,7 @@ from ray.tune import Trainable
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from experts.actor_host import ExpertHost
+from experts.actor_host import ExpertHost, common_address
 from orchestrator.config.objective import THROUGHPUT
 from orchestrator.config.space import Point
 from orchestrator.errors import OrchestratorError, OutOfMemory
@@ -141,7 +141,8 @@ class _WorkerGroup:
             assert group is not None, "a trial runs in a placement group of its own"
             self._actors = [self._start_worker(group, rank) for rank in range(self._size)]
         timeout_s = self._setup.config.parallel.resource_timeout
-        address = self._wait([self._actors[0].rendezvous_address.remote()], timeout_s)[0]
+        addresses = self._wait([actor.rendezvous_address.remote() for actor in self._actors], timeout_s)
+        address = common_address(addresses)
         calls = [
             actor.open.remote(run_trial_worker, self._setup_ref, dict(point), address, rank, self._size)
             for rank, actor in enumerate(self._actors)

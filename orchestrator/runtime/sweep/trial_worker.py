@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.objective import THROUGHPUT, VALIDATION_LOSS, read_objective
@@ -52,6 +53,8 @@ class TrialSetup:
     """A task that cannot be loaded by its name."""
     secrets: Secrets = field(default=(), repr=False)
     """Secrets of the driver's environment that the settings hold."""
+    store_secret: str = field(default_factory=token_hex, repr=False)
+    """By it the workers of a trial know each other's values in the rendezvous store."""
 
     @property
     def hidden(self) -> Secrets:
@@ -107,7 +110,7 @@ def _open_worker(
             )
         limits = TrialLimits(setup.seconds, plan.total_steps.value, metric)
     with (
-        _open_world(config, plan, address, rank, size) as world,
+        _open_world(config, plan, address, rank, size, setup.store_secret) as world,
         open_trial(config, plan, facts, task, world, limits) as trial,
     ):
         yield _TrialWorker(trial, _plan_fields(plan, facts, size))
@@ -162,7 +165,7 @@ def check_batch(config: Config, point: Point, workers: int, samples: int | None)
 
 @contextmanager
 def _open_world(
-    config: Config, plan: Plan, address: tuple[str, int], rank: int, size: int
+    config: Config, plan: Plan, address: tuple[str, int], rank: int, size: int, secret: str
 ) -> Iterator[World]:
     import torch
 
@@ -176,8 +179,8 @@ def _open_world(
         yield World.single_process(device)
         return
     timeout_s = config.parallel.step_timeout_s(hosts=False)
-    store = tcp_store(*address, size, rank == 0, timeout_s)
-    with process_group_world(store, rank, size, device, plan.backend.value, timeout_s) as world:
+    store = tcp_store(*address, rank == 0, timeout_s, secret)
+    with process_group_world(store, rank, size, device, plan.backend.value, timeout_s, secret) as world:
         yield world
 
 

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from experts.group import Group, GroupFactory
 from experts.membership import GroupMembership
-from orchestrator.train.parts.stores import get_value, put_value
+from orchestrator.train.parts.stores import find_value, put_value
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class World:
     """The group for tensors in host memory, where ``group`` carries only tensors on devices."""
     published_keys: list[str] = field(default_factory=list, compare=False)
     """Keys of the store that this worker has set for the others to read."""
+    secret: str = field(default="", repr=False)
+    """The secret of the run, by which the workers know each other's values in the store."""
 
     @classmethod
     def single_process(cls, device: str | torch.device = "cpu") -> World:
@@ -164,28 +166,28 @@ class World:
         store = self._store
         key = f"wait_for_main/{name}"
         if self.is_main:
-            put_value(store, key, value)
+            put_value(store, key, value, self.secret)
             return value
-        self.membership.wait_until(lambda: store.check([key]))
-        return get_value(store, key)[0]
+        return self._wait_for_value(key)
 
     def wait_for_all(self, name: str) -> None:
         """Wait until every worker calls this, however long it takes; the same as ``wait_for_main``."""
         if self.size == 1:
             return
-        store = self._store
-        key = f"wait_for_all/{name}"
-        # The last worker tells the others: they then ask for one key, however many workers there are.
-        if store.add(f"{key}/count", 1) == self.size:
-            store.set(key, "1")
-        self.membership.wait_until(lambda: store.check([key]))
+        key = f"all/{name}"
+        # The main worker alone looks at every worker's key: each of the others asks for a single one.
+        if self.is_main:
+            self.membership.wait_until(lambda: self.posted(key) is not None)
+        else:
+            self.post(key, None)
+        self.wait_for_main(key)
 
     def post(self, name: str, value: Any) -> None:
         """Leave a plain value for the main worker. Any thread may call it; it waits for nobody.
 
         ``name`` is used once per generation of the group.
         """
-        put_value(self._store, f"post/{name}/{self.rank}", value)
+        put_value(self._store, f"post/{name}/{self.rank}", value, self.secret)
 
     def posted(self, name: str) -> list[Any] | None:
         """Return the values that all other workers have posted, by rank, or None while one is missing.
@@ -196,7 +198,9 @@ class World:
         keys = [f"post/{name}/{rank}" for rank in range(1, self.size)]
         if not store.check(keys):
             return None
-        found = [get_value(store, key) for key in keys]
+        found = [value for key in keys if (value := find_value(store, key, self.secret)) is not None]
+        if len(found) < len(keys):
+            return None
         for _, piece_keys in found:
             for key in piece_keys:
                 store.delete_key(key)
@@ -218,9 +222,21 @@ class World:
         while self.published_keys:
             store.delete_key(self.published_keys.pop())
         if source == self.rank:
-            self.published_keys.extend(put_value(store, key, value))
-        self.membership.wait_until(lambda: store.check([key]))
-        return get_value(store, key)[0]
+            self.published_keys.extend(put_value(store, key, value, self.secret))
+        return self._wait_for_value(key)
+
+    def _wait_for_value(self, key: str) -> Any:
+        """Wait for a value of another worker. Anything else under its key counts as missing."""
+        found: list[Any] = []
+
+        def is_there() -> bool:
+            value = find_value(self._store, key, self.secret)
+            if value is not None:
+                found.append(value[0])
+            return bool(found)
+
+        self.membership.wait_until(is_there)
+        return found[0]
 
     @property
     def _store(self) -> Store:
@@ -238,7 +254,13 @@ for that lock: without the references one run in ten hung at its end.
 
 @contextmanager
 def process_group_world(
-    store: Store, rank: int, size: int, device: torch.device, backend: str, timeout_s: float
+    store: Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    backend: str,
+    timeout_s: float,
+    secret: str = "",
 ) -> Iterator[World]:
     """Form torch's default process group and yield its world.
 
@@ -250,7 +272,8 @@ def process_group_world(
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
     assert isinstance(dist.group.WORLD, dist.ProcessGroup)
-    world = World(rank, size, device, Group(rank, size, dist.group.WORLD), store, timeout=timeout)
+    group = Group(rank, size, dist.group.WORLD)
+    world = World(rank, size, device, group, store, timeout=timeout, secret=secret)
     _KEEP_ALIVE.append((dist.group.WORLD, store))
     try:
         yield world
@@ -261,7 +284,9 @@ def process_group_world(
 
 
 @contextmanager
-def recoverable_world(factory: GroupFactory, device: torch.device, backend: str) -> Iterator[World]:
+def recoverable_world(
+    factory: GroupFactory, device: torch.device, backend: str, secret: str = ""
+) -> Iterator[World]:
     """Form the groups of one generation and yield their world; they can be left while a collective hangs.
 
     The store belongs to another process, which outlives the generation.
@@ -280,6 +305,8 @@ def recoverable_world(factory: GroupFactory, device: torch.device, backend: str)
             store,
             group_factory=factory,
             cpu_group=cpu_group,
+            # A value of another generation, written again, is none of this one.
+            secret=f"{secret} {factory.name}",
         )
     finally:
         factory.close()

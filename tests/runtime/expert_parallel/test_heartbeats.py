@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 from orchestrator.runtime.expert_parallel import heartbeats as module
 from orchestrator.runtime.expert_parallel.heartbeats import Heartbeats, heartbeat_key
 from orchestrator.runtime.expert_parallel.stuck import find_stuck
+from orchestrator.train.parts.stores import seal
+
+SECRET = "a secret"
 
 
 class Store:
@@ -28,6 +32,9 @@ class Store:
     def get(self, key: str) -> bytes:
         return self.values[key]
 
+    def set_sealed(self, key: str, text: str, secret: str = SECRET) -> None:
+        self.values[key] = seal(text, key, secret).encode()
+
 
 class Group:
     """Hosts 4, 0 and 2 in generation 3, from second 100 on."""
@@ -36,7 +43,8 @@ class Group:
         self.now = 100.0
         self.store = Store()
         self.num_beats = 0
-        self.heartbeats = Heartbeats(self.store, lambda: self.now)
+        self.warnings: list[str] = []
+        self.heartbeats = Heartbeats(self.store, SECRET, self.warnings.append, lambda: self.now)
         self.heartbeats.follow(3, (4, 0, 2))
 
     def send(
@@ -50,7 +58,7 @@ class Group:
     ) -> None:
         self.num_beats += 1
         text = f"{self.num_beats} {json.dumps([phase, step, progress, waiting])}"
-        self.store.values[heartbeat_key(generation, host_id)] = text.encode()
+        self.store.set_sealed(heartbeat_key(generation, host_id), text)
 
     def read_at(self, second: float) -> None:
         self.now = second
@@ -261,3 +269,103 @@ def test_the_time_of_each_hosts_last_heartbeat(group: Group, monkeypatch: pytest
     group.now = 110.0
     last_seen = group.heartbeats.last_seen()
     assert (last_seen[0], last_seen[2]) == (5102.0, 5104.0)
+
+
+KEY = heartbeat_key(3, 2)
+HOSTILE_TEXTS = [
+    "9 x",
+    "",
+    "9",
+    '9 ["step", 8, 30, false]',
+    '9 ["step", -1, 30, false]',
+    '9 ["step", 1e308, 30, false]',
+    '9 ["step", true, 30, false]',
+    '9 ["step", NaN, 30, false]',
+    '9 [["step"], 8, 30, false]',
+    '9 {"a": 1, "b": 2, "c": 3, "d": 4}',
+    "9 " + "[" * 400,
+    "9" * 700 + ' ["step", 8, 30, false]',
+    '-1 ["step", 8, 30, false]',
+]
+
+
+def hostile_values(count: int) -> list[bytes]:
+    """Values that no host wrote: without a MAC, with that of another key or secret, and random bytes."""
+    generator = random.Random(0)
+    values = [text.encode() for text in HOSTILE_TEXTS]
+    values += [seal(text, KEY, "another secret").encode() for text in HOSTILE_TEXTS]
+    values += [seal(text, heartbeat_key(2, 2), SECRET).encode() for text in HOSTILE_TEXTS]
+    values += [b"[" * 2**20, b"\xff" * 100, seal("9 x", KEY, SECRET).encode()[:-1]]
+    good = bytearray(seal('9 ["step", 8, 30, false]', KEY, SECRET).encode())
+    while len(values) < count:
+        changed = bytearray(good)
+        changed[generator.randrange(len(good))] ^= 1 << generator.randrange(8)
+        values += [bytes(changed), generator.randbytes(generator.randrange(200))]
+    return values
+
+
+def test_values_that_no_host_wrote_count_as_no_heartbeat_and_are_reported_once(group: Group) -> None:
+    group.send(2, "step", 8, 30)
+    group.read_at(101.0)
+    before = group.health(2)[:2]
+    for value in hostile_values(3000):
+        group.store.values[KEY] = value
+        group.read_at(group.now + 0.25)
+        assert group.health(2)[:2] == before, value[:100]
+    assert len(group.warnings) == 1
+    assert "host 2" in group.warnings[0]
+    assert SECRET not in group.warnings[0]
+    assert group.heartbeats.last_step == 8
+
+
+@pytest.mark.parametrize("text", [text for text in HOSTILE_TEXTS if text != '9 ["step", 8, 30, false]'])
+def test_a_heartbeat_with_the_right_secret_and_wrong_fields_counts_as_none(group: Group, text: str) -> None:
+    group.store.set_sealed(KEY, text)
+    group.read_at(101.0)
+    assert group.health(2)[0] == "join"
+
+
+def test_a_host_whose_heartbeats_others_replace_all_the_time_is_not_stuck(group: Group) -> None:
+    group.send(2, "step", 8, 30)
+    group.read_at(101.0)
+    for number in range(200):
+        for host_id in (4, 0):
+            group.send(host_id, "step", 8, number)
+        group.store.values[KEY] = b"garbage %d" % number
+        group.read_at(group.now + 0.5)
+    assert find_stuck(group.heartbeats.health(), 10.0) == ()
+
+
+def test_a_host_that_is_frozen_behind_a_value_of_others_is_stuck(group: Group) -> None:
+    group.send(2, "step", 8, 30)
+    group.read_at(101.0)
+    group.store.values[KEY] = b"garbage"
+    for number in range(30):
+        for host_id in (4, 0):
+            group.send(host_id, "step", 8, number)
+        group.read_at(group.now + 0.5)
+    assert [host.host_id for host in find_stuck(group.heartbeats.health(), 10.0)] == [2]
+
+
+def test_an_old_heartbeat_that_is_written_again_is_no_sign_of_life(group: Group) -> None:
+    group.send(2, "step", 8, 30)
+    old = group.store.values[KEY]
+    group.read_at(101.0)
+    group.send(2, "step", 9, 31)
+    group.read_at(102.0)
+    group.store.values[KEY] = old
+    group.read_at(112.0)
+    assert group.health(2) == ("step", False, 10.0, 10.0)
+    assert group.heartbeats.last_step == 9
+
+
+def test_deleted_heartbeats_count_as_none(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is deleted between two calls to the store, and in the generation before."""
+    group.send(2, "step", 8, 30)
+    group.read_at(101.0)
+    monkeypatch.setattr(group.store, "check", lambda keys: True)
+    group.store.values.clear()
+    group.read_at(103.0)
+    group.heartbeats.follow(4, (2, 5))
+    group.read_at(104.0)
+    assert group.health(2) == ("join", False, 1.0, 1.0)

@@ -16,6 +16,7 @@ from orchestrator.runtime.expert_parallel.host_worker import (
     _reusing_client,
     _sender,
 )
+from orchestrator.train.parts.stores import unseal
 
 
 def broken(*_: Any) -> bool:
@@ -42,16 +43,17 @@ def test_a_heartbeat_is_written_under_the_key_of_its_generation_and_host() -> No
     written: dict[str, str] = {}
     store = SimpleNamespace(set=written.__setitem__)
     context = HostContext(GroupMembership(), Outbox(), {"heartbeat store": store})
-    send = _sender(context, store, JoinRequest(3, 7, 0, 2, ("127.0.0.1", 1)))
+    send = _sender(context, store, JoinRequest(3, 7, 0, 2, ("127.0.0.1", 1)), "a secret")
     send("1 text")
-    assert written == {"beat/3/7": "1 text"}
+    assert written.keys() == {"beat/3/7"}
+    assert unseal(written["beat/3/7"].encode(), "beat/3/7", "a secret") == "1 text"
     assert "heartbeat store" in context.cache
 
 
 def test_a_broken_heartbeat_connection_is_not_used_again() -> None:
     store = SimpleNamespace(set=broken)
     context = HostContext(GroupMembership(), Outbox(), {"heartbeat store": store})
-    send = _sender(context, store, JoinRequest(3, 7, 0, 2, ("127.0.0.1", 1)))
+    send = _sender(context, store, JoinRequest(3, 7, 0, 2, ("127.0.0.1", 1)), "a secret")
     with pytest.raises(RuntimeError, match="connection reset"):
         send("1 text")
     assert context.cache == {}

@@ -264,10 +264,11 @@ def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
         monkeypatch.setattr(module, "ray", FAKE_RAY)
     monkeypatch.setattr(run_module, "HostPool", FakePool)
     monkeypatch.setattr(run_module, "SnapshotStore", FakeSnapshots)
-    monkeypatch.setattr(group_module, "Heartbeats", FakeHeartbeats)
+    monkeypatch.setattr(run_module, "Heartbeats", FakeHeartbeats)
     monkeypatch.setattr(run_module, "perf_counter", clock)
     monkeypatch.setattr(run_module, "host_variables", lambda config: {})
-    monkeypatch.setattr(run_module, "open_store", lambda address: (None, (address, 1)))
+    monkeypatch.setattr(run_module, "open_store", lambda address, secret: (None, (address, 1)))
+    monkeypatch.setattr(run_module, "started_cluster", lambda: True)
     monkeypatch.setattr(run_module.time, "sleep", lambda seconds: None)
 
     def make_run(hosts: int = 3, snapshots: Choice[str] | None = None, **settings: Any) -> FakeRun:
@@ -280,7 +281,7 @@ def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
         )
         facts = model(experts=7, moe_layers=1)
         prepared = SimpleNamespace(resolved=SimpleNamespace(config=config), plan=plan, facts=facts)
-        assignment: Any = SimpleNamespace(prepared=prepared, run_dir=folder, link=None)
+        assignment: Any = SimpleNamespace(prepared=prepared, run_dir=folder, link=None, secret="")
         log = EventLog(folder / "events.jsonl")
         run = ExpertParallelRun(assignment, hosts, False, log, RecoveryLog(log, folder))
         return FakeRun(run, clock, folder)

@@ -25,7 +25,7 @@ _KEY_TIMEOUT_S = 60.0
 @contextmanager
 def rendezvous() -> Iterator[tuple[Any, Address]]:
     """A store, and its address for the ranks."""
-    store, address = open_store("127.0.0.1")
+    store, address = open_store("127.0.0.1", "")
     yield store, address
 
 
@@ -65,7 +65,7 @@ class GroupHost:
         self._watch_store = self._connect(address)
 
     def _connect(self, address: Address) -> Any:
-        return tcp_store(*address, 1, False, 60)
+        return tcp_store(*address, False, 60, "")
 
     def join(self, name: str, rank: int, size: int, new_connection: bool = False) -> GroupFactory:
         """Become a member of a generation of groups.

@@ -178,7 +178,7 @@ def test_a_host_whose_last_snapshot_is_not_fetched_yet_counts_as_waiting(state: 
 
 
 def world_with(membership: GroupMembership) -> World:
-    factory = GroupFactory(open_store("127.0.0.1")[0], "x", 0, 1, membership)
+    factory = GroupFactory(open_store("127.0.0.1", "")[0], "x", 0, 1, membership)
     return replace(World.single_process(), group_factory=factory)
 
 
