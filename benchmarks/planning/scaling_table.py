@@ -11,8 +11,9 @@ from typing import Any
 from benchmarks.support import header, markdown_table
 from orchestrator.cli.scaling import COLUMNS, cluster_rows, scaling_cells
 from orchestrator.config.settings import Config
+from orchestrator.plan.cost.cluster_spec import parse_cluster
 from orchestrator.plan.cost.devices import catalogue
-from orchestrator.plan.cost.scaling import IMBALANCE, by_kind, parse_cluster
+from orchestrator.plan.cost.scaling import IMBALANCE, by_kind
 
 PROMISED = {1: 1.0, 2: 0.95, 4: 0.87, 8: 0.81}
 """Efficiency by the number of devices, from a guide for four L4."""

@@ -30,9 +30,9 @@ from orchestrator.config.settings import Config
 from orchestrator.config.space import Point, Space, Values, point_key
 from orchestrator.config.space_parser import parse_space
 from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.plan.cost.cluster_spec import machine_of, parse_cluster
 from orchestrator.plan.cost.machine import Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
-from orchestrator.plan.cost.scaling import machine_of, parse_cluster
 from orchestrator.runtime.sweep.optuna_search import OptunaSource
 from orchestrator.tasks.load import load_task
 from orchestrator.types import PrecisionName

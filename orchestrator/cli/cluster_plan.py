@@ -9,6 +9,7 @@ from orchestrator.cli.predict import predict_plan
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import OrchestratorError
+from orchestrator.plan.cost.cluster_spec import ClusterSpec
 from orchestrator.plan.cost.described_cluster import (
     CORES_PER_GPU,
     RAM_PER_GPU_MEMORY,
@@ -17,7 +18,6 @@ from orchestrator.plan.cost.described_cluster import (
     larger_clusters,
 )
 from orchestrator.plan.cost.machine import Machine
-from orchestrator.plan.cost.scaling import ClusterSpec
 from orchestrator.plan.estimate import ModelFacts, largest_fitting
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.types import bytes_text, counted

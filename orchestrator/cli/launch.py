@@ -61,7 +61,7 @@ def _check_plan(launch: Launch, resolved: Resolved) -> list[str]:
             return []
         return ["not checked: whether the model fits; give the model of the GPUs, such as --gpu H100"]
     from orchestrator.cli.cluster_plan import plan_on_cluster
-    from orchestrator.plan.cost.scaling import machine_of, parse_cluster
+    from orchestrator.plan.cost.cluster_spec import machine_of, parse_cluster
     from orchestrator.tasks.load import load_task
 
     if not gpus:

@@ -28,8 +28,8 @@ class PlanOptions:
     """YAML file with settings; flags win over it."""
     cluster: str | None = None
     """Plan for this cluster, and predict its scaling table; it need not exist: 8xH100, 2x8xH100 for two
-    nodes, or nodes=16,gpus=8,gpu=h200,link=nvlink,net=400gbit (nics=8 for 8 network cards of that rate
-    in each node)."""
+    nodes, nodes=16,node=p5.48xlarge, or nodes=16,gpus=8,gpu=h200,link=nvlink,net=400gbit (nics=8 for 8
+    network cards of that rate in each node)."""
     calibration: Path | None = None
     """Measurements to predict from. Default: calibration.json in the results folder, if it exists."""
     all: bool = False

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.cli.calibrate import find_calibration
 from orchestrator.errors import OrchestratorError
 from orchestrator.plan.cost.calibration import AGAIN, Calibration
+from orchestrator.plan.cost.cluster_spec import ClusterSpec, machine_of
 from orchestrator.plan.cost.devices import known_gpu, short_name
 from orchestrator.plan.cost.machine import Machine, Parallelism
 from orchestrator.plan.cost.model import HOST_OVERHEAD, StepPrediction, predict
-from orchestrator.plan.cost.scaling import ClusterSpec, machine_of
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import planned_facts
@@ -142,6 +142,6 @@ def _prediction_text(prediction: StepPrediction) -> str:
     step = seconds_text(prediction.step_seconds)
     speed = f"{speed_text(prediction.samples_per_second)} samples/s"
     limit = prediction.limited_by
-    if limit == HOST_OVERHEAD:  # other parts may be larger
+    if limit == HOST_OVERHEAD:
         limit += ", the launch of operations"
     return f"{step}, {speed}: {prediction.parts_text()}; limited by {limit}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,18 +19,15 @@ from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.compute import with_memory_settings, with_weight_copies
+from orchestrator.plan.cost.cluster_spec import ClusterSpec, machine_of, nodes_of, parse_cluster
 from orchestrator.plan.cost.devices import known_gpu, short_name
 from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
 from orchestrator.plan.cost.model import HOST_OVERHEAD, predicted_memory
 from orchestrator.plan.cost.scaling import (
     IMBALANCE,
-    ClusterSpec,
     ScalingJob,
     ScalingRow,
     by_kind,
-    given_keys,
-    machine_of,
-    parse_cluster,
     scaling_rows,
 )
 from orchestrator.plan.estimate import ModelFacts
@@ -77,17 +73,19 @@ def show_cluster(
         rows = scaling_rows(job, machine)
     from orchestrator.train.worker.prepared_run import plan_json
 
-    notes = [*_assumptions(resolved, given_keys(text), spec, job), ASSUMED_NODE]
+    network = _network_text(spec)
+    notes = [*_assumptions(resolved, spec, job), ASSUMED_NODE]
     if any(row.predicted.limited_by == HOST_OVERHEAD for row in rows):
         notes.append(
-            f"{HOST_OVERHEAD} is the time in which a device waits for its host to launch operations; "
-            "where it is the limit, a faster device would gain little"
+            f"{HOST_OVERHEAD} is the time in which a host launches operations more slowly than its device "
+            "computes them; where it is the limit, a faster device would gain little"
         )
     if as_json:
         content = plan_json(planned.prepared) | {
             "predicted": planned.predicted,
             "shortage": planned.shortage,
             "cluster": spec.text(),
+            "network": network,
             "source": source,
             "notes": notes,
             "rows": [row.to_json() for row in rows],
@@ -95,6 +93,7 @@ def show_cluster(
         Console().print_json(json.dumps(content, default=str))
         return ResourceError.exit_code if planned.shortage else 0
     console = Console() if Console().is_terminal else Console(width=_FILE_COLUMNS)
+    console.print(Text(f"cluster: {spec.text()}; {network}"), soft_wrap=True)
     print_plan(console, planned.prepared, planned.step_line, show_all)
     for (kind, strategy), group in by_kind(rows).items():
         title = f"{spec.text()}; {strategy.replace('_', ' ')}, {_TITLES[kind]}"
@@ -105,9 +104,20 @@ def show_cluster(
     return 0
 
 
-def _assumptions(
-    resolved: Resolved, given: Mapping[str, str], spec: ClusterSpec, job: ScalingJob
-) -> list[str]:
+def _network_text(spec: ClusterSpec) -> str:
+    """Return where the figures of the network between nodes come from, and how to give others."""
+    if spec.node is not None:
+        source = f"that of {spec.node} nodes"
+    else:
+        source = "no node with such GPUs is known" if spec.network_assumed else "as given"
+    if not spec.network_assumed:
+        return f"the network is {source}"
+    others = [f"node={name}" for name in nodes_of(spec.gpu) if name != spec.node]
+    choices = " or ".join([*(others and [", ".join(others)]), "net=100gbit,nics=1"])
+    return f"the network is assumed ({source}): for another add {choices} to --cluster"
+
+
+def _assumptions(resolved: Resolved, spec: ClusterSpec, job: ScalingJob) -> list[str]:
     """Return notes: what the tables assume, why they end where they do, and which flags they do not use."""
     notes: list[str] = []
     if job.experts and spec.devices > 1:
@@ -121,16 +131,12 @@ def _assumptions(
         )
     if job.samples is not None and job.samples < job.micro_batch * spec.devices:
         notes.append(
-            f"weak scaling has at most {counted(job.samples // job.micro_batch, 'device')}: "
+            f"weak scaling on more than {counted(job.samples // job.micro_batch, 'device')} needs more data: "
             f"each takes {counted(job.micro_batch, 'sample')} of a step, and the data has {job.samples:,}"
         )
     if job.global_batch < spec.devices:
         notes.append(
             f"strong scaling has at most {job.global_batch} devices: its global batch has as many samples"
-        )
-    if "net" not in given and spec.nodes > 1:
-        notes.append(
-            f"a network of {spec.net_gbit:g} Gbit/s per node is assumed, none was given (net=400gbit)"
         )
     if resolved.origin("workers") != "default":
         workers = resolved.config.parallel.workers

@@ -100,12 +100,43 @@ def test_the_scaling_table_names_its_assumptions_and_its_end(capsys: pytest.Capt
     assert main(["plan", *SMALL, "--workers", "3", "--cluster", "nodes=2,gpus=4,gpu=l4", "--json"]) == 0
     notes = "; ".join(json.loads(capsys.readouterr().out)["notes"])
     assert "expert parallel has at most 4 devices: there are as many experts" in notes
-    assert "a network of 100 Gbit/s per node is assumed" in notes
     assert "the tables do not use --workers 3" in notes
     assert main(["plan", *SMALL, "--cluster", "nodes=2,gpus=2,gpu=l4,net=100gbit", "--json"]) == 0
     *_, last = notes = json.loads(capsys.readouterr().out)["notes"]
     assert len(notes) == 3
-    assert last.startswith("host overhead is the time in which a device waits for its host")
+    assert last.startswith("host overhead is the time in which a host launches operations more slowly")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "first"),
+    [
+        (
+            "64x8xH100",
+            "cluster: 64 × 8 H100, nvlink, 8 × 400 Gbit/s between nodes; the network is assumed "
+            "(that of dgx-h100 nodes): for another add node=p5.48xlarge, node=a3-megagpu-8g, "
+            "node=a3-highgpu-8g, node=nd96isr_h100_v5 or net=100gbit,nics=1 to --cluster",
+        ),
+        (
+            "nodes=2,node=a3-highgpu-8g",
+            "cluster: 2 × 8 H100, nvlink, 4 × 200 Gbit/s between nodes; "
+            "the network is that of a3-highgpu-8g nodes",
+        ),
+        (
+            "2x8xH100,net=10gbit",
+            "cluster: 2 × 8 H100, nvlink, 10 Gbit/s between nodes; the network is as given",
+        ),
+        (
+            "2x2xRTX4090",
+            "cluster: 2 × 2 RTX4090, pcie, 100 Gbit/s between nodes; the network is assumed "
+            "(no node with such GPUs is known): for another add net=100gbit,nics=1 to --cluster",
+        ),
+    ],
+)
+def test_the_first_line_names_the_network(
+    cluster: str, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *SMALL, "--cluster", cluster]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == first
 
 
 def test_the_step_of_the_plan_and_the_table_have_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +157,7 @@ def test_the_step_of_the_plan_and_the_table_have_the_same_figures(capsys: pytest
     assert limit == "host overhead, the launch of operations"
     assert f"{row['limited_by']} {parts}" in shown, "the columns of the table"
     predictions = [found["predicted"], *found["rows"]]
-    shares = {f"{each['parts']['overhead'] / each['step_seconds']:.0%}" for each in predictions}
+    shares = {f"{each['bounds']['overhead'] / each['step_seconds']:.0%}" for each in predictions}
     assert set(re.findall(r"overhead \(?(\d+%)", shown)) == shares, "no other figure has the name"
 
 
@@ -138,7 +169,7 @@ def test_a_step_in_a_cuda_graph_is_said_to_have_one_launch(capsys: pytest.Captur
         assert ("; in a CUDA graph, which has one launch, it may be faster)" in shown) == (switch == "on")
 
 
-def test_the_tables_end_where_the_data_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_weak_scaling_goes_on_where_the_data_ends(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--task synthetic --width 16 --layers 1 --experts 4 --samples 100"
     flags = ["plan", *sizes.split(), "--cluster", "2x8xL4", "--json"]
 
@@ -152,16 +183,19 @@ def test_the_tables_end_where_the_data_does(capsys: pytest.CaptureFixture[str]) 
         return samples, "; ".join(found["notes"])
 
     samples, notes = samples_of()
-    assert samples == {"weak": [64], "strong": [64] * 5}
-    assert "weak scaling has at most 1 device: each takes 64 samples of a step, and the data has 100" in notes
+    assert samples == {"weak": [64, 128, 256, 512, 1024], "strong": [64] * 5}
+    assert (
+        "weak scaling on more than 1 device needs more data: "
+        "each takes 64 samples of a step, and the data has 100" in notes
+    )
     samples, notes = samples_of("--batch-size", "8")
-    assert samples == {"weak": [8, 16, 32, 64], "strong": [64] * 5}
-    assert "weak scaling has at most 12 devices" in notes
+    assert samples == {"weak": [8, 16, 32, 64, 128], "strong": [64] * 5}
+    assert "weak scaling on more than 12 devices needs more data" in notes
     samples, notes = samples_of("--batch-size", "6")
     assert samples["weak"] == [6, 12, 24, 48, 96]
-    assert "weak scaling has at most" not in notes
+    assert "needs more data" not in notes
     samples, _ = samples_of("--batch-size", "150", "--global-batch-size", "150")
-    assert samples == {"weak": [100], "strong": [100, 100, 100, 96, 96]}
+    assert samples == {"weak": [100, 200, 400, 800, 1600], "strong": [100, 100, 100, 96, 96]}
 
 
 def test_a_wrong_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +207,7 @@ def test_a_wrong_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_calibration_of_the_gpu_is_preferred_to_its_data_sheet(tmp_path: Path) -> None:
     from orchestrator.config.settings import Config
-    from orchestrator.plan.cost.scaling import parse_cluster
+    from orchestrator.plan.cost.cluster_spec import parse_cluster
 
     path = tmp_path / "h200.json"
     write_calibration(make_calibration("NVIDIA H200"), path)

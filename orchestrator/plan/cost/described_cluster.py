@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from orchestrator.plan.cost.cluster_spec import MAX_DEVICES, ClusterSpec
 from orchestrator.plan.cost.devices import known_gpu
-from orchestrator.plan.cost.scaling import MAX_DEVICES, ClusterSpec
 from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory

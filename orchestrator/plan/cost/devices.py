@@ -109,6 +109,26 @@ class LinkCatalogue:
 
 
 @dataclass(frozen=True)
+class KnownNode:
+    """A kind of node: its GPUs, and its network cards for traffic between them."""
+
+    gpu: str
+    gpus: int
+    nics: int
+    net_gbit: float
+    """Rate of one card."""
+    source: str
+
+
+@dataclass(frozen=True)
+class NodeCatalogue:
+    """Known nodes by name, the one that is assumed of a GPU first."""
+
+    about: str
+    known: Mapping[str, KnownNode]
+
+
+@dataclass(frozen=True)
 class Catalogue:
     """The contents of ``devices.json``."""
 
@@ -116,6 +136,7 @@ class Catalogue:
     devices: Mapping[str, GpuDataSheet]
     achieved: AchievedShares
     links: LinkCatalogue
+    nodes: NodeCatalogue
 
 
 @cache

@@ -43,7 +43,6 @@ _PART_TEXTS = {
     "exchange": "token exchange",
     "gathering": "gathering of parameters",
     "imbalance": "busiest experts",
-    "overlap": "overlap",
 }
 """Names of the parts for people, as shares of a step and as its limit."""
 _MIN_SHARE = 0.02
@@ -60,27 +59,32 @@ class StepPrediction:
     parts: Mapping[str, float]
     """Their sum is the step. ``overhead`` is the time in which the device waits for its host;
     ``overlap`` is negative."""
+    bounds: Mapping[str, float]
+    """Seconds of the step by the part that determines them, see ``_bounds``; their sum is the step."""
     memory: MemoryEstimate
-    limited_by: str
-    """The part that has to be faster for a faster step; not the largest one, where the device
-    waits for its host."""
     samples: float
+
+    @property
+    def limited_by(self) -> str:
+        """The part with the largest share: it has to be faster for a faster step."""
+        return _PART_TEXTS[max(self.bounds, key=lambda name: self.bounds[name])]
 
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.step_seconds
 
     def parts_text(self) -> str:
-        """Return the parts as shares of the step, the largest first."""
-        shares = {name: seconds / self.step_seconds for name, seconds in self.parts.items()}
-        listed = [name for name, share in shares.items() if abs(share) >= _MIN_SHARE]
-        listed.sort(key=lambda name: -abs(shares[name]))
+        """Return the parts that determine the step as shares of it, the largest first."""
+        shares = {name: seconds / self.step_seconds for name, seconds in self.bounds.items()}
+        listed = [name for name, share in shares.items() if share >= _MIN_SHARE]
+        listed.sort(key=lambda name: -shares[name])
         return ", ".join(f"{_PART_TEXTS[name]} {shares[name]:.0%}" for name in listed)
 
     def to_json(self) -> dict[str, Any]:
         names = ("step_seconds", "host_seconds", "samples", "samples_per_second", "limited_by")
         values = {name: getattr(self, name) for name in names}
-        return values | {"parts": dict(self.parts), "memory": self.memory.to_json()}
+        bounds = dict(self.bounds)
+        return values | {"parts": dict(self.parts), "bounds": bounds, "memory": self.memory.to_json()}
 
 
 def predict(ops: MicroBatchOps, machine: Machine, parallelism: Parallelism | None = None) -> StepPrediction:
@@ -110,8 +114,8 @@ def predict(ops: MicroBatchOps, machine: Machine, parallelism: Parallelism | Non
         step_seconds=sum(parts.values()),
         host_seconds=host * parallelism.crowding,
         parts=parts,
+        bounds=_bounds(parts, host_bound * parallelism.crowding),
         memory=predicted_memory(ops, device, parallelism),
-        limited_by=_limit(parts, host_bound * parallelism.crowding),
         samples=float(ops.samples * rounds * parallelism.devices),
     )
 
@@ -230,21 +234,20 @@ def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Paral
     )
 
 
-def _limit(parts: Mapping[str, float], host_bound: float) -> str:
-    """Return the name of the part that limits the step most.
+def _bounds(parts: Mapping[str, float], host_bound: float) -> dict[str, float]:
+    """Return the seconds of a step by the part that determines them.
 
-    ``host_bound`` are the seconds of the stretches in which the host is slower than the device. All
-    of them limit the step, not only those in which the device waits, and the device limits it in the
-    others alone. The overlap is subtracted from gradients and gathering.
+    ``host_bound`` are the seconds of the stretches in which the host is slower than the device. The
+    host determines all of them, not only those in which the device waits; the device determines the
+    others. Traffic counts as far as it does not overlap with computation.
     """
     device_parts = ("compute", "memory", "optimizer", "imbalance")
-    device_bound = sum(parts[name] for name in (*device_parts, "overhead")) - host_bound
-    exposed_gradients = max(0.0, parts["gradients"] + parts["overlap"])
-    rest = min(0.0, parts["gradients"] + parts["overlap"])
-    limits = {name: min(parts[name], device_bound) for name in device_parts} | {
-        "overhead": host_bound,
-        "gradients": exposed_gradients,
-        "exchange": parts["exchange"],
-        "gathering": max(0.0, parts["gathering"] + rest),
-    }
-    return _PART_TEXTS[max(limits, key=lambda name: limits[name])]
+    device_s = sum(parts[name] for name in device_parts)
+    device_bound = max(0.0, device_s + parts["overhead"] - host_bound)
+    bounds = {name: parts[name] * device_bound / device_s if device_s else 0.0 for name in device_parts}
+    bounds["overhead"] = host_bound
+    hidden = -parts["overlap"]
+    for name in ("gradients", "exchange", "gathering"):
+        bounds[name] = max(0.0, parts[name] - hidden)
+        hidden -= parts[name] - bounds[name]
+    return bounds

@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.plan.cost.cluster_spec import parse_cluster
 from orchestrator.plan.cost.described_cluster import cluster_of, inventory_of, larger_clusters
-from orchestrator.plan.cost.scaling import parse_cluster
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.types import Rejected

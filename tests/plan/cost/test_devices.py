@@ -7,12 +7,12 @@ from itertools import product
 
 import pytest
 
+from orchestrator.plan.cost.cluster_spec import machine_of, parse_cluster
 from orchestrator.plan.cost.devices import catalogue, device_of, links_of, short_name
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.machine import Link
 from orchestrator.plan.cost.model import predict
 from orchestrator.plan.cost.ops import AttentionOp, MicroBatchOps, MoveKind, MoveOp, ProductOp
-from orchestrator.plan.cost.scaling import machine_of, parse_cluster
 
 
 def test_known_devices_are_plausible():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.machine import NO_LINK, Interconnect, Machine, Parallelism
 from orchestrator.plan.cost.model import PARTS, predict
-from orchestrator.plan.cost.ops import AttentionOp, MessageOp, MicroBatchOps, ProductOp
+from orchestrator.plan.cost.ops import AttentionOp, MessageOp, MicroBatchOps, MoveOp, ProductOp
 from orchestrator.types import StrategyName
 from tests.support.fakes.cost_machines import FLOOR_S, FLOPS_PER_S, OPS, device, machine
 
@@ -118,8 +118,40 @@ def test_a_device_limits_only_where_the_host_does_not_wait():
     busy = MicroBatchOps(samples=0, products=OPS.products, moves=OPS.moves, operations=35)
     predicted = predict(replace(OPS, operations=35, before_wait=busy), machine(operation_s=1e-3))
     assert predicted.parts["overhead"] == pytest.approx(3e-3)
-    assert predicted.parts_text() == "memory bandwidth 86%, host overhead 9%, arithmetic 6%"
+    assert predicted.parts_text() == "host overhead 100%"
     assert predicted.limited_by == "host overhead"
+
+
+@given(
+    operations=st.integers(0, 80),
+    before=st.integers(0, 80),
+    gradients=st.integers(0, 10**7),
+    message_bytes=st.integers(0, 10**5),
+    chunks=st.integers(1, 2),
+)
+def test_the_limit_has_the_largest_of_the_shares_that_are_listed(
+    operations: int, before: int, gradients: int, message_bytes: int, chunks: int
+):
+    ops = replace(
+        OPS,
+        operations=before + operations,
+        before_wait=MicroBatchOps(samples=0, operations=before),
+        parameters=gradients,
+        messages=(MessageOp("rows", message_bytes),),
+    )
+    parallelism = Parallelism(8, "expert_parallel", 2, 1.2, chunks)
+    predicted = predict(ops, machine(2, 4, 1e-4, 1e8, operation_s=1e-3), parallelism)
+    assert sum(predicted.bounds.values()) == pytest.approx(predicted.step_seconds)
+    assert min(predicted.bounds.values()) >= 0.0
+    assert predicted.parts_text().startswith(f"{predicted.limited_by} ")
+
+
+def test_traffic_that_is_hidden_is_not_the_limit():
+    """Gradients take longer than the arithmetic; all but the last of their buckets is hidden behind it."""
+    slow = replace(OPS, parameters=50 * 2**20, moves=(MoveOp("plain", 10**9),))
+    predicted = predict(slow, machine(1, 2, 0.0, 2e7), Parallelism(2, "data_parallel"))
+    assert predicted.parts["gradients"] > predicted.parts["memory"] > 0
+    assert predicted.limited_by == "memory bandwidth"
 
 
 def test_samples_are_those_of_all_devices_and_micro_batches():

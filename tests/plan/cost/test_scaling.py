@@ -1,4 +1,4 @@
-"""``--cluster`` and the scaling table of the cluster it describes."""
+"""The scaling table of a cluster."""
 
 from __future__ import annotations
 
@@ -8,74 +8,16 @@ from itertools import pairwise
 
 import pytest
 
-from orchestrator.errors import UserError
-from orchestrator.plan.cost.machine import Parallelism
-from orchestrator.plan.cost.model import predict
 from orchestrator.plan.cost.ops import MicroBatchOps, ProductOp
 from orchestrator.plan.cost.scaling import (
     CHUNKS_FROM_TOKENS,
     IMBALANCE,
-    ClusterSpec,
     ScalingJob,
     by_kind,
     counts_up_to,
-    machine_of,
-    parse_cluster,
     scaling_rows,
 )
 from tests.support.fakes.cost_machines import OPS, machine
-
-
-def test_a_cluster_is_parsed():
-    spec = parse_cluster("nodes=16,gpus=8,gpu=h200,link=nvlink,net=400gbit")
-    assert spec == ClusterSpec(nodes=16, gpus=8, gpu="h200", link="nvlink", net_gbit=400.0, nics=1)
-    assert spec.devices == 128
-    assert parse_cluster("gpu=L4").link == "pcie"
-    assert parse_cluster("gpu=h200,net=50gbyte, nics=8").net_gbit == 400.0
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "needs the GPU"),
-        ("nodes=2", "needs the GPU"),
-        ("gpu=h300", "did you mean 'h.00'"),
-        ("gpu=h200,node=2", "did you mean 'nodes'"),
-        ("gpu=h200,nodes", "is not understood"),
-        ("gpu=h200,nodes=0", "a whole number from 1 on"),
-        ("gpu=h200,gpus=-8", "a whole number from 1 on"),
-        ("gpu=h200,gpus=1.5", "a whole number from 1 on"),
-        ("gpu=h200,net=fast", "a rate such as 400gbit"),
-        ("gpu=h200,net=0gbit", "a rate such as 400gbit"),
-        ("gpu=l4,link=nvlink", "has no NVLink"),
-        ("gpu=h200,link=infiniband", "must be nvlink or pcie"),
-        ("gpu=h200,nodes=1024,gpus=8", "up to 4,096"),
-        ("H100", r"'H100' is not understood \(did you mean 1xH100\?\)"),
-        ("8h100", r"did you mean 8xH100\?"),
-        ("8 x H100,net=400gbit", r"did you mean 8xH100\?"),
-        ("8h999", r"'8h999' is not understood; give 8xH100"),
-        ("4xH100,4xA100", "different GPUs cannot be planned; .* --cluster 4xH100 and --cluster 4xA100$"),
-        ("8xH100+8xA100", "different GPUs cannot be planned; .* --cluster 8xH100 and --cluster 8xA100$"),
-        ("2x8xH100+a100", "is not understood"),
-        ("4xH100,4xH100", "gpus is given twice"),
-    ],
-)
-def test_a_wrong_cluster_is_refused(text: str, message: str):
-    with pytest.raises(UserError, match=message):
-        parse_cluster(text)
-
-
-def test_faster_links_shorten_the_step():
-    ops = MicroBatchOps(1, products=(ProductOp(4096, 4096, 4096, precision="bf16"),), parameters=10**9)
-    from_slow_to_fast = [
-        "nodes=2,gpus=8,gpu=h200,link=pcie,net=10gbit",
-        "nodes=2,gpus=8,gpu=h200,net=10gbit",
-        "nodes=2,gpus=8,gpu=h200,net=400gbit",
-    ]
-    parallelism = Parallelism(16, "data_parallel")
-    machines = [machine_of(parse_cluster(text)) for text in from_slow_to_fast]
-    seconds = [predict(ops, cluster, parallelism).step_seconds for cluster in machines]
-    assert seconds[0] > seconds[1] > seconds[2]
 
 
 def test_a_table_of_four_thousand_devices_is_fast_and_loses_efficiency():
@@ -142,14 +84,6 @@ def test_experts_of_several_devices_are_loaded_unevenly():
     assert imbalance == {("single", 1): 0.0, ("data_parallel", 2): 0.0, ("expert_parallel", 2): uneven}
 
 
-def test_rows_that_the_data_cannot_fill_are_left_out():
-    job = ScalingJob(lambda samples, *_: replace(OPS, samples=samples), 2, 8, 0, 1, False, samples=8)
-    devices = [(row.kind, row.devices) for row in scaling_rows(job, machine(1, 8))]
-    weak = [("weak", 1), ("weak", 2), ("weak", 4)]
-    assert devices == [*weak, ("strong", 1), ("strong", 2), ("strong", 4), ("strong", 8)]
-    assert len(scaling_rows(replace(job, samples=None), machine(1, 8))) == 8
-
-
 def test_micro_batches_of_strong_scaling_hold_the_global_batch():
     """100 samples are two micro-batches of 50, not one of 64."""
     job = ScalingJob(lambda samples, *_: replace(OPS, samples=samples), 64, 100, 0, 1, False)
@@ -166,29 +100,11 @@ def test_each_table_begins_with_one_device():
         ("strong", "data_parallel"): [1, 2, 4],
         ("strong", "expert_parallel"): [1, 2],
     }
-    small_data = replace(job, micro_batch=8, samples=15)
-    short = by_kind(scaling_rows(small_data, machine(1, 4)))
-    assert {name: [row.devices for row in rows] for name, rows in short.items()} == {
-        ("weak", "single"): [1],
-        ("strong", "data_parallel"): [1, 2, 4],
-        ("strong", "expert_parallel"): [1, 2],
-    }
     alone = by_kind(scaling_rows(job, machine()))
     assert {name: len(rows) for name, rows in alone.items()} == {
         ("weak", "single"): 1,
         ("strong", "single"): 1,
     }
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("gpu=h200,net=1gbit", "1 × 1 H200, nvlink, 1 Gbit/s between nodes"),
-        ("nodes=2,gpu=l4,gpus=4,nics=2", "2 × 4 L4, pcie, 2 × 100 Gbit/s between nodes"),
-    ],
-)
-def test_a_cluster_describes_itself(text: str, expected: str):
-    assert parse_cluster(text).text() == expected
 
 
 def test_counts_are_powers_of_two_and_the_last():
