@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from orchestrator.launch.files import file_text
 from orchestrator.launch.launch import Launch
 from orchestrator.launch.options import Kind, LaunchOptions
 
-HOSTILE = "a b; echo $HOME `id` 'x' \"y\"\nrm -rf / @NAME@"
+HOSTILE = "a b; touch canary; echo $HOME `touch canary` 'x' \"y\"\ntouch canary $(touch canary) @NAME@"
+"""A text that leaves a file where a shell executes a part of it."""
 
 
 def script(kind: Kind, *flags: str, **options: Any) -> str:
@@ -61,6 +64,32 @@ def test_values_reach_the_script_as_they_are(kind: Kind, options: dict[str, Any]
     assert (python, folder) == ("/opt/my env/python", "/runs")
     assert train[:4] == ["/opt/my env/python", "-m", "orchestrator", "train"]
     assert train[-2:] == ["--data-dir", HOSTILE]
+
+
+def test_values_reach_the_run_of_skypilot_as_they_are(tmp_path: Path) -> None:
+    """The script is executed, with stubs of Ray and Python that note their arguments."""
+    programs = tmp_path / "venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "ray").write_text("#!/usr/bin/env bash\nexec sleep 100\n")
+    (programs / "python").write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$PWD" "$@" >> "$HOME/calls"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    shared = tmp_path / "it's $HOME; touch canary `touch canary`"
+    shared.mkdir()
+    options = {"gpu": "L4", "storage": "10.0.0.2:/runs", "run_dir": shared / "run"}
+    text = script("skypilot", "--data-dir", HOSTILE, **options)
+    node = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2"}
+    environment = os.environ | node | {"HOME": str(tmp_path)}
+    ended = subprocess.run(
+        ["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    calls = (tmp_path / "calls").read_text().split("\0")[:-1]
+    begin = calls.index("train")
+    assert calls[begin - 3 : begin] == [str(shared), "-m", "orchestrator"]
+    given = ["--run-dir", str(shared / "run"), "--resume", "auto", "--data-dir", HOSTILE]
+    assert calls[-len(given) - 2 :] == [*given, "--ray-address", "10.0.0.1:6399"]
+    assert not list(tmp_path.rglob("canary"))
 
 
 def test_slurm_asks_for_one_task_on_each_node() -> None:
