@@ -196,18 +196,22 @@ def with_weight_copies(
     config: Config, facts: ModelFacts, workers: int, device: str, precision: str
 ) -> ModelFacts:
     """Return the facts with the copies in bf16 that AdamW keeps of large experts, in one process on a GPU."""
-    writes_copies = config.optim.optimizer == "adamw" and choose_fused_optimizer(config, facts).value
+    fused = choose_fused_optimizer(config, facts, sharding="none").value
+    writes_copies = config.optim.optimizer == "adamw" and fused
     keeps_copies = workers == 1 and device != "cpu" and precision in BF16_PRECISIONS and writes_copies
     return replace(facts, copied_experts=facts.large_experts if keeps_copies else 0)
 
 
-def choose_fused_optimizer(config: Config, facts: ModelFacts) -> Choice[bool]:
+def choose_fused_optimizer(config: Config, facts: ModelFacts, sharding: str) -> Choice[bool]:
     if facts.own_optimizer:
         return Choice(False, "the task has its own optimizer")
     if config.optim.optimizer == "adamw8bit":
         return Choice(False, "adamw8bit decodes and encodes one parameter at a time")
     if not config.run.auto:
         return Choice(False, NO_AUTO)
+    if config.optim.optimizer == "sgd" and sharding != "none":
+        fused = Rejected("fused", "would fail in the first step")
+        return Choice(False, f"torch has no fused SGD for shards of weights (sharding {sharding})", (fused,))
     unfused = Rejected("for-loop", "one kernel per parameter and operation")
     return Choice(True, "the optimizer runs in one kernel per group", (unfused,))
 

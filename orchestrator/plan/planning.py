@@ -207,7 +207,7 @@ def _complete_plan(
             f"recomputed ({batching.recompute.reason}); leave --compile out, or give "
             "--activation-checkpointing off"
         )
-    fused_optimizer = choose_fused_optimizer(config, facts)
+    fused_optimizer = choose_fused_optimizer(config, facts, setup.sharding.value)
     kernel = choose_kernel(config, facts, precision.value, gpu.capability if gpu else None)
     step_form = StepForm(
         gpu,

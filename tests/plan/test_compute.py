@@ -97,3 +97,14 @@ def test_adamw_in_8_bit_has_a_quarter_of_the_state_and_no_fused_kernel():
     chosen = planned(CPU, model(), optimizer="adamw8bit")
     assert not chosen.fused_optimizer.value
     assert "adamw8bit" in chosen.fused_optimizer.reason
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "expert_parallel"])
+@pytest.mark.parametrize("sharding", ["none", "zero2", "zero3"])
+def test_sgd_of_shards_is_not_fused(strategy: str, sharding: str):
+    settings = {"parallel_strategy": strategy, "sharding": sharding, "workers": 2}
+    chosen = planned(CPU, model(experts=4), optimizer="sgd", **settings).fused_optimizer
+    assert chosen.value == (sharding == "none")
+    if sharding != "none":
+        assert chosen.reason == f"torch has no fused SGD for shards of weights (sharding {sharding})"
+    assert planned(CPU, model(experts=4), optimizer="adamw", **settings).fused_optimizer.value
