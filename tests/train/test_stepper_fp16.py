@@ -15,10 +15,10 @@ from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
+from orchestrator.train.parts.shards import local_part
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
-from orchestrator.train.strategies.fsdp import local_part
 from tests.support.faults.planted_faults import step_batches
 from tests.support.hosts.ranks import run_ranks
 from tests.support.runs.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps

@@ -137,7 +137,9 @@ def make_update(parameters: list[nn.Parameter]) -> Callable[[], None]:
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     settings = OptimSettings()
-    optimizer = ScheduledOptimizer(build_adamw([{"params": parameters}], settings, fused=True), lambda _: 1.0)
+    optimizer = ScheduledOptimizer(
+        build_adamw([{"params": parameters}], settings, True, parameters), lambda _: 1.0
+    )
 
     def update() -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]

@@ -29,8 +29,9 @@ from orchestrator.train.checkpoint.state import (
     plain_state,
 )
 from orchestrator.train.checkpoint.tensor_file import check_dtype
+from orchestrator.train.parts.shards import reshard_all
 from orchestrator.train.parts.world import World
-from orchestrator.train.strategies.fsdp import full_tensor, reshard_all
+from orchestrator.train.strategies.fsdp import full_tensor
 
 _ALIGNMENT_BYTES = 64
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from experts.bank import ExpertBank
+from experts.expert_state import is_expert_parallel
 from orchestrator.config.optim import OptimSettings
 from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.adamw8bit import AdamW8bit
 from orchestrator.train.parts.muon import Muon
 from orchestrator.train.parts.optim import has_fp64
+from orchestrator.train.parts.shards import is_shard, is_sharded
 
 
-def build_named_optimizer(
-    model: nn.Module,
-    settings: OptimSettings,
-    fused: bool,
-    trained: Iterable[nn.Parameter] | None = None,
-) -> torch.optim.Optimizer:
+def build_named_optimizer(model: nn.Module, settings: OptimSettings, fused: bool) -> torch.optim.Optimizer:
     """Build the optimizer that the settings name.
 
-    ``trained`` are the model's trainable parameters, unless given. All hosts have the same groups,
-    also one that holds no parameter of a group."""
-    parameters = [p for p in (model.parameters() if trained is None else trained) if p.requires_grad]
+    All hosts have the same groups, also one that holds no parameter of a group, or none at all."""
+    optimizer = _build(model, settings, fused)
+    separate_shards(optimizer, model)
+    return optimizer
+
+
+def _build(model: nn.Module, settings: OptimSettings, fused: bool) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
     dims = _matrix_dims(model)
     matrices = [p for p in parameters if dims.get(id(p), p.ndim) >= 2]
     others = [p for p in parameters if dims.get(id(p), p.ndim) < 2]
@@ -35,11 +37,13 @@ def build_named_optimizer(
     # Decay keeps the weights of products small; a norm's scale or a bias should not tend to zero.
     other_decay = decay if settings.decay_biases else 0.0
     other_group = {"params": others, "weight_decay": other_decay}
-    groups = _apart([{"params": matrices, "weight_decay": decay}, other_group])
+    groups = [{"params": matrices, "weight_decay": decay}, other_group]
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum_used, fused=fused)
+        # For shards torch has no fused SGD, but one that updates them as lists.
+        foreach = True if is_sharded(model) else None
+        return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum_used, fused=fused, foreach=foreach)
     if settings.optimizer == "adamw":
-        return build_adamw(groups, settings, fused)
+        return build_adamw(groups, settings, fused, list(model.parameters()))
     if settings.optimizer == "adamw8bit":
         return AdamW8bit(groups, lr=lr, betas=settings.betas, eps=settings.eps)
     # Rows of an embedding are looked up, not multiplied: AdamW trains them.
@@ -51,34 +55,32 @@ def build_named_optimizer(
     return Muon(matrices, adamw, lr, momentum=settings.momentum_used, weight_decay=decay)
 
 
-def build_adamw(groups: list[dict[str, Any]], settings: OptimSettings, fused: bool) -> torch.optim.AdamW:
+def build_adamw(
+    groups: list[dict[str, Any]], settings: OptimSettings, fused: bool, parameters: Sequence[nn.Parameter]
+) -> torch.optim.AdamW:
     """Build AdamW: our own for whole parameters on a GPU, else torch's, with the same state.
 
+    ``parameters`` are all those of the model: a host whose groups are empty chooses as the others do.
     Not our own in fp64: torch's kernel takes the factor of gradients in fp32, which would round them."""
-    parameters = [p for group in groups for p in group["params"]]
-    whole_on_gpu = all(p.is_cuda and not hasattr(p, "to_local") for p in parameters)
+    whole_on_gpu = all(p.is_cuda and not is_shard(p) for p in parameters)
     if fused and whole_on_gpu and not has_fp64(parameters):
         return AdamW(groups, settings.peak_learning_rate, settings.betas, settings.eps)
     rate = settings.peak_learning_rate
     return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps, fused=fused)
 
 
-def _apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with sharded parameters in groups of their own, where only some are sharded.
+def separate_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Put shards of a dense part into parameter groups of their own, apart from whole experts.
 
-    Torch updates the parameters of a group together, and refuses shards next to whole ones. ``same_as``
-    is the number of the group with the same settings: checkpoints know that one alone."""
-    sharded = [[p for p in group["params"] if hasattr(p, "to_local")] for group in groups]
-    num_sharded = sum(len(parameters) for parameters in sharded)
-    if num_sharded in (0, sum(len(group["params"]) for group in groups)):
-        return groups
-    whole = [[p for p in group["params"] if not hasattr(p, "to_local")] for group in groups]
-    first = [group | {"params": parameters} for group, parameters in zip(groups, whole, strict=True)]
-    second = [
-        group | {"params": parameters, "same_as": number}
-        for number, (group, parameters) in enumerate(zip(groups, sharded, strict=True))
-    ]
-    return [*first, *second]
+    Torch updates the parameters of a group together, and refuses shards next to whole ones. All hosts divide
+    alike: one without experts may get some later. ``same_as`` is the number of the group with the same
+    settings: checkpoints know that one alone."""
+    if not (is_sharded(model) and is_expert_parallel(model)):
+        return
+    for number, group in enumerate(list(optimizer.param_groups)):
+        shards = [p for p in group["params"] if is_shard(p)]
+        group["params"] = [p for p in group["params"] if not is_shard(p)]
+        optimizer.param_groups.append({**group, "params": shards, "same_as": number})
 
 
 def _matrix_dims(model: nn.Module) -> dict[int, int]:

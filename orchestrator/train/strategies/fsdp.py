@@ -14,6 +14,7 @@ from experts.group import Group
 from orchestrator.tasks.task import Task
 from orchestrator.train.parts.gradient_norm import norm_of_gradients
 from orchestrator.train.parts.recompute import block_lists
+from orchestrator.train.parts.shards import is_shard, local_part
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.base import Strategy
 
@@ -79,27 +80,12 @@ def _shard_blocks(model: nn.Module, keep_parameters: bool, **options: Any) -> li
     return modules
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP2 has sharded a module, judged by its methods: its class is slow to import."""
-    return hasattr(model, "reshard")
-
-
-def reshard_all(model: nn.Module) -> None:
-    """Free gathered parameters.
-
-    A forward pass without a backward pass (an evaluation) may have left some.
-    """
-    for module in model.modules():
-        if is_sharded(module):
-            module.reshard()  # pyright: ignore[reportCallIssue]
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor with all its shards. Every worker must call if it is sharded.
 
     ``DTensor.full_tensor`` crashes over gloo with shards on a GPU.
     """
-    if not hasattr(tensor, "to_local"):
+    if not is_shard(tensor):
         return tensor
     sharded: Any = tensor
     local = sharded.to_local()
@@ -118,12 +104,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return gathered[: tensor.shape[0]]
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this worker's shard of a tensor; the memory is shared."""
-    sharded: Any = tensor
-    return sharded.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def copy_into(target: Tensor, source: Tensor) -> None:
     """Copy a full tensor into one that may be sharded."""
     local_part(target).copy_(local_part(shard_like(source, target)))
@@ -131,7 +111,7 @@ def copy_into(target: Tensor, source: Tensor) -> None:
 
 def shard_like(source: Tensor, parameter: Tensor) -> Tensor:
     """Return a full tensor sharded as a parameter is, on the parameter's device."""
-    if not hasattr(parameter, "to_local") or source.shape != parameter.shape:
+    if not is_shard(parameter) or source.shape != parameter.shape:
         return source
     from torch.distributed.tensor import DTensor
 

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from orchestrator.tasks.task import Task
 from orchestrator.train.parts.gradient_norm import norm_of_gradients
+from orchestrator.train.parts.shards import local_part
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.buffers import BufferChoice, no_buffers, running_statistics
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
-from orchestrator.train.strategies.fsdp import local_part, shard_dense_part
+from orchestrator.train.strategies.fsdp import shard_dense_part
 
 
 class ShardedDenseStrategy(ExpertParallelStrategy):

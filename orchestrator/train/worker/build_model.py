@@ -31,7 +31,7 @@ from orchestrator.train.loading import seed_python_and_numpy
 from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.parts.compiling import Compiled
-from orchestrator.train.parts.named_optimizers import build_named_optimizer
+from orchestrator.train.parts.named_optimizers import build_named_optimizer, separate_shards
 from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.precision import Precision, store_frozen
 from orchestrator.train.parts.recompute import recompute_blocks
@@ -259,19 +259,15 @@ def _broadcast_buffers(config: Config) -> BufferChoice:
 
 def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) -> ScheduledOptimizer:
     """Build the task's own optimizer and schedule, else those that the settings name."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if is_expert_parallel(model) and not trained:
-        # All trained parameters live on other hosts, and an optimizer refuses an empty list.
-        trained = [nn.Parameter(torch.zeros(0, device=next(model.parameters()).device))]
     build_own = getattr(task, "build_optimizer", None)
     with user_code("building the optimizer"):
-        optimizer = build_own(trained) if build_own else None
+        optimizer = _build_own_optimizer(build_own, model) if build_own else None
         schedule = getattr(task, "schedule", lambda: None)()
         if schedule is not None:
             float(schedule(0))  # a schedule that fails should fail here, as the task's error
     if optimizer is None:
         settings = replace(config.optim, learning_rate=plan.learning_rate.value)
-        optimizer = build_named_optimizer(model, settings, plan.fused_optimizer.value, trained)
+        optimizer = build_named_optimizer(model, settings, plan.fused_optimizer.value)
     average = None
     if config.optim.ema_decay is not None:
         average = WeightAverage(optimizer, config.optim.ema_decay, config.optim.evaluate_ema)
@@ -283,6 +279,26 @@ def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) ->
         config.optim.schedule,
         average,
     )
+
+
+def _build_own_optimizer(
+    build: Callable[[list[nn.Parameter]], torch.optim.Optimizer | None], model: nn.Module
+) -> torch.optim.Optimizer | None:
+    """Build the task's optimizer over the parameters of this host, of which there may be none."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if trained or not is_expert_parallel(model):
+        optimizer = build(trained)
+    else:
+        # All trained parameters live on other hosts, and an optimizer refuses an empty list.
+        placeholder = nn.Parameter(torch.zeros(0, device=next(model.parameters()).device))
+        optimizer = build([placeholder])
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if p is not placeholder]
+            optimizer.state.pop(placeholder, None)
+    if optimizer is not None:
+        separate_shards(optimizer, model)
+    return optimizer
 
 
 def _weight_copies(
