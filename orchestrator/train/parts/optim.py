@@ -61,20 +61,20 @@ class ScheduledOptimizer:
         self.average = average
         self.factor = factor
         self._schedule: Schedule | None = schedule
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters_changed()
         self._peak_lrs = [
             float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups
         ]
         self.keeps_rates = False
         """Whether the groups keep their learning rates in a step, as in the capture of a graph."""
-        # Where a graph may read a rate from the device, it is fp32 there: all steps then take the same.
-        self._in_fp32 = any(p.is_cuda for p in self.parameters) and not has_fp64(self.parameters)
         # Fused optimizers read ``found_inf`` on the device and skip the update themselves.
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def parameters_changed(self) -> None:
         """Take over the parameters that the groups have now."""
         self.parameters = [p for group in self.inner.param_groups for p in group["params"]]
+        # Where a graph may read a rate from the device, it is fp32 there: all steps then take the same.
+        self._in_fp32 = any(p.is_cuda for p in self.parameters) and not has_fp64(self.parameters)
 
     def reschedule(self, warmup: int, total: int | None) -> None:
         """Rebuild the configured schedule for another number of steps."""
@@ -91,11 +91,11 @@ class ScheduledOptimizer:
 
     def step(self, step: int, finite: Tensor | None) -> None:
         """Update the weights, unless ``finite`` says that the gradients overflowed, and their average."""
-        self._update_weights(step, finite)
+        stepped = self._update_weights(step, finite)
         if isinstance(self.inner, AdamW):
             self.inner.gradient_factor = None
         if self.average is not None:
-            self.average.update()
+            self.average.update(stepped)
 
     def scale_gradients(self, gradients: list[Tensor], factor: float | Tensor) -> None:
         """Multiply gradients by a factor: in the next step, where the optimizer does, or at once."""
@@ -111,7 +111,8 @@ class ScheduledOptimizer:
             rate = peak * factor
             group["lr"] = float(np.float32(rate)) if self._in_fp32 else rate
 
-    def _update_weights(self, step: int, finite: Tensor | None) -> None:
+    def _update_weights(self, step: int, finite: Tensor | None) -> bool:
+        """Return whether the optimizer's step was called, which may skip the update on the device."""
         if not self.keeps_rates:
             self.set_rates(step)
         if finite is None:
@@ -123,6 +124,9 @@ class ScheduledOptimizer:
             del handle.found_inf
         elif bool(to_host(finite)):
             self.inner.step()
+        else:
+            return False
+        return True
 
 
 def has_fp64(parameters: Iterable[Tensor]) -> bool:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from orchestrator.train.parts.shards import local_part
+
 SLOT = "ema"
 """Its name in the optimizer's state of a parameter."""
 
@@ -27,17 +29,19 @@ class WeightAverage:
         self._decay = decay
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take over the weights of a step."""
+    def update(self, stepped: bool = True) -> None:
+        """Take over the weights of a step; ``stepped`` is False if the optimizer skipped it."""
         averages: list[Tensor] = []
         weights: list[Tensor] = []
         for parameter in self._parameters():
             state = self._optimizer.state[parameter]
             if SLOT in state:
-                averages.append(state[SLOT])
-                weights.append(parameter.detach())
-            elif state or isinstance(self._optimizer, torch.optim.SGD):
-                # Other optimizers take an empty state for that of a parameter without a step.
+                # Torch refuses a list of shards and whole tensors, which expert hosts may have.
+                averages.append(local_part(state[SLOT]))
+                weights.append(local_part(parameter.detach()))
+            elif state or (stepped and parameter.grad is not None):
+                # An optimizer may take an empty state for that of a parameter without a step. After a step
+                # with a gradient it is empty only where the optimizer keeps none, as SGD.
                 state[SLOT] = parameter.detach().clone()
         if averages:
             torch._foreach_lerp_(averages, weights, 1 - self._decay)  # pyright: ignore[reportPrivateImportUsage]
