@@ -288,9 +288,5 @@ def check_optimizer(optim: OptimSettings, parallel: ParallelSettings, evolution:
             f"adamw8bit keeps the averages of experts in codes, which cannot follow experts that change, but "
             f"{changes} is given; leave one of them out, or use --optimizer adamw"
         )
-    if parallel.sharding not in ("zero2", "zero3"):
-        return
-    if optim.needs_whole_weights:
+    if optim.needs_whole_weights and parallel.sharding in ("zero2", "zero3"):
         raise ValueError(f"{optim.optimizer} needs whole weights, and sharding divides them; leave one out")
-    if optim.evaluate_ema:
-        raise ValueError("evaluate_ema needs whole weights, and sharding divides them; leave one out")

@@ -271,18 +271,13 @@ def choose_dense_sharding(
 
 
 def check_whole_weights(config: Config, sharding: Choice[ShardingForm]) -> None:
-    """Raise UserError if the plan shards weights that the optimizer or the evaluation needs whole.
+    """Raise UserError if the plan shards weights that the optimizer needs whole.
 
     Sharding that is asked for is refused with the settings already."""
-    if sharding.value == "none":
-        return
-    flag = f"--optimizer {config.optim.optimizer}" if config.optim.needs_whole_weights else None
-    flag = flag or ("--evaluate-ema" if config.optim.evaluate_ema else None)
-    if flag is not None:
-        remedy = "choose adamw" if config.optim.needs_whole_weights else "leave it out"
+    if sharding.value != "none" and config.optim.needs_whole_weights:
         raise UserError(
-            f"{flag} needs whole weights, and they have to be sharded ({sharding.value}): {sharding.reason}; "
-            f"{remedy}, or give more memory"
+            f"--optimizer {config.optim.optimizer} needs whole weights, and they have to be sharded "
+            f"({sharding.value}): {sharding.reason}; choose adamw, or give more memory"
         )
 
 

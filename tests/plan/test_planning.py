@@ -254,19 +254,12 @@ def test_a_state_that_does_not_fit_is_sharded():
     assert not planned(FOUR_SMALL, BIG, sharding="none").memory.fits
 
 
-@pytest.mark.parametrize(
-    ("settings", "flag"),
-    [
-        ({"optimizer": "muon"}, "--optimizer muon"),
-        ({"optimizer": "adamw8bit"}, "--optimizer adamw8bit"),
-        ({"ema_decay": 0.9, "evaluate_ema": True}, "--evaluate-ema"),
-    ],
-)
-def test_a_plan_that_must_shard_refuses_what_needs_whole_weights(settings: dict[str, Any], flag: str):
+@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
+def test_a_plan_that_must_shard_refuses_an_optimizer_of_whole_weights(optimizer: str):
     big = replace(BIG, parameters=2 * BIG.parameters, trainable=2 * BIG.trainable)
     assert planned(FOUR_SMALL, big).sharding.value != "none"
-    with pytest.raises(UserError, match=f"{flag} needs whole weights, and they have to be sharded"):
-        planned(FOUR_SMALL, big, **settings)
+    with pytest.raises(UserError, match=f"--optimizer {optimizer} needs whole weights, and they have to be"):
+        planned(FOUR_SMALL, big, optimizer=optimizer)
 
 
 def test_compiled_experts_on_hosts_are_not_recomputed():

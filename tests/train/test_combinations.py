@@ -73,8 +73,7 @@ def refusals(c: Combination) -> list[str]:
     rules = {
         "works with expert_parallel": (c["replicated"] or moves)
         and c["parallel_strategy"] == "data_parallel",
-        "needs whole weights": is_sharded
-        and (c["optimizer"] in ("muon", "adamw8bit") or c["average"] == "evaluated"),
+        "needs whole weights": is_sharded and c["optimizer"] in ("muon", "adamw8bit"),
         "cannot follow experts that change": c["optimizer"] == "adamw8bit" and (moves or evolves),
         "divides their weights": evolves and is_sharded,
         "know their number of experts": evolves and c["model"] != "moe",

@@ -22,6 +22,7 @@ from orchestrator.train.evaluation.metric_states import MetricStates
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
 from orchestrator.train.parts.precision import Precision
+from orchestrator.train.parts.shards import reshard_all
 from orchestrator.train.step.recovery import NO_LIMIT
 from orchestrator.train.step.totals import Totals, TotalsReducer
 from orchestrator.train.strategies.base import Strategy
@@ -65,6 +66,8 @@ class Evaluation:
             totals, samples, num_bad = self._local_totals(world.device, states)
         finally:
             model.train(was_training)
+            # Gathered weights would be stale where the average was in place of the shards.
+            reshard_all(model)
         if world.size > 1:
             totals = self._reduce_totals(totals, samples, votes=[float(samples), float(num_bad)])
             assert totals.votes is not None
