@@ -45,7 +45,8 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        # In 16 bit the second average would not change: its weight of a gradient is a thousandth.
+        # In 16 bit the second average would not change: its weight of a gradient is a thousandth. Nor would
+        # a weight that decays by less than a half of its last digit.
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         gradient = gradient.to(dtype)
         state = self.state[parameter]
@@ -59,8 +60,10 @@ class AdamW8bit(torch.optim.Optimizer):
         root = root.square_().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2).sqrt_()
         step_size = group["lr"] / (1 - beta1**num_steps)
         divisor = (root / (1 - beta2**num_steps) ** 0.5).add_(group["eps"])
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_((mean / divisor).to(parameter.dtype), alpha=-step_size)
+        weight = parameter.to(dtype)
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).addcdiv_(mean, divisor, value=-step_size)
+        if weight is not parameter:
+            parameter.copy_(weight)
         self._write(parameter, "exp_avg", mean)
         self._write(parameter, "exp_avg_sq_root", root)
 

@@ -109,6 +109,26 @@ def test_vectors_are_trained_as_by_adamw() -> None:
     torch.testing.assert_close(found, parameter.detach(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(3, 300), (300,)])
+def test_a_16_bit_weight_is_computed_in_fp32_and_rounded_once(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+    short, wide = nn.Parameter(weight.clone()), nn.Parameter(weight.float())
+    optimizers = [
+        AdamW8bit([{"params": [parameter], "weight_decay": DECAY}], lr=LR, betas=BETAS, eps=EPS)
+        for parameter in (short, wide)
+    ]
+    for step in range(STEPS):
+        gradient = gradient_of(step, weight.shape).bfloat16()
+        for parameter, optimizer in zip((short, wide), optimizers, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+            optimizer.step()
+        assert torch.equal(short, wide.bfloat16()), step
+        wide.data = short.float()
+    (state,), (wide_state,) = (optimizer.state.values() for optimizer in optimizers)
+    for slot, value in wide_state.items():
+        assert torch.equal(state[slot], value), slot
+
+
 def test_the_state_of_a_matrix_takes_a_byte_for_each_average() -> None:
     _, optimizer = train(torch.zeros(8, 1024))
     (state,) = optimizer.state.values()
