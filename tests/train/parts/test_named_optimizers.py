@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experts.bank import ExpertBank
+from experts.bank import ExpertBank, ExpertForm
 from orchestrator.config.optim import OptimSettings
 from orchestrator.config.settings import Config
 from orchestrator.train.parts.adamw import AdamW
@@ -22,7 +22,7 @@ STEPS = 20
 
 
 class Net(nn.Module):
-    """An embedding, a tall and a wide matrix with biases, a norm, and experts of two sizes."""
+    """An embedding, a tall and a wide matrix with biases, a norm, and experts of two sizes with biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Net(nn.Module):
         self.tall = nn.Linear(4, 9)
         self.wide = nn.Linear(9, 4)
         self.norm = nn.LayerNorm(4)
-        self.bank = ExpertBank(4, (3, 6, 3))
+        self.bank = ExpertBank(4, (3, 6, 3), ExpertForm(bias=True))
 
 
 def make_net() -> Net:
@@ -46,8 +46,13 @@ def gradient_of(name: str, step: int, like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=generator)
 
 
+def factor(step: int) -> float:
+    """The schedule: another learning rate in each step."""
+    return 1 / (1 + step)
+
+
 def train(net: Net, settings: OptimSettings) -> None:
-    optimizer = ScheduledOptimizer(build_named_optimizer(net, settings, fused=False), lambda _: 1.0)
+    optimizer = ScheduledOptimizer(build_named_optimizer(net, settings, fused=False), factor)
     for step in range(STEPS):
         for name, parameter in net.named_parameters():
             parameter.grad = gradient_of(name, step, parameter)
@@ -68,6 +73,7 @@ def reference_weights(settings: OptimSettings, monkeypatch: pytest.MonkeyPatch) 
             for step in range(STEPS):
                 gradient = gradient_of(name, step, parameter)
                 weight.grad = gradient[row] if is_stack else gradient
+                optimizer.param_groups[0]["lr"] = settings.peak_learning_rate * factor(step)
                 optimizer.step()
             parts[row] = weight.detach()
         trained[name] = torch.stack(parts) if is_stack else parts[0]
@@ -132,11 +138,25 @@ def test_only_what_requires_a_gradient_is_trained_in_the_same_groups_on_every_ho
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "sgd", "muon"])
+class NoState(torch.optim.Optimizer):
+    """Steps along the gradient, without any state, as a task's own optimizer may."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            assert not self.state[parameter].keys() - {SLOT}
+            parameter.sub_(self.param_groups[0]["lr"] * parameter.grad)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "sgd", "muon", "own"])
 def test_the_average_follows_its_recurrence(name: str) -> None:
     net = make_net()
-    settings = Config.of(optimizer=name, momentum=0.0 if name == "sgd" else None).optim
-    inner = build_named_optimizer(net, settings, fused=False)
+    if name == "own":
+        inner: torch.optim.Optimizer = NoState(net.parameters(), {"lr": 0.01})
+    else:
+        settings = Config.of(optimizer=name, momentum=0.0 if name == "sgd" else None).optim
+        inner = build_named_optimizer(net, settings, fused=False)
     average = WeightAverage(inner, 0.9, evaluated=True)
     optimizer = ScheduledOptimizer(inner, lambda _: 1.0, average=average)
     expected: dict[str, Tensor] = {}
@@ -156,6 +176,20 @@ def test_the_average_follows_its_recurrence(name: str) -> None:
         torch.testing.assert_close(inner.state[parameter][SLOT], expected[key], rtol=1e-5, atol=1e-6)
     drop_average(inner)
     assert all(SLOT not in state for state in inner.state.values())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_the_average_begins_after_the_first_step_that_is_not_skipped(name: str) -> None:
+    """Until then the optimizer has no state of a parameter, and makes it in its first step."""
+    net = make_net()
+    inner = build_named_optimizer(net, Config.of(optimizer=name).optim, fused=False)
+    optimizer = ScheduledOptimizer(inner, lambda _: 1.0, average=WeightAverage(inner, 0.9))
+    for step, finite in enumerate((False, True)):
+        for key, parameter in net.named_parameters():
+            parameter.grad = gradient_of(key, step, parameter)
+        net.norm.bias.grad = None
+        optimizer.step(step, torch.tensor(finite))
+        assert all((SLOT in inner.state[p]) == (finite and p.grad is not None) for p in net.parameters())
 
 
 def test_linear_and_wsd_schedules_end_at_zero() -> None:
