@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from experts.routed import RoutedExperts
 from experts.structure import LayerStructure
+from experts.tokens.exchange import Exchange
 
 ExpertTensors = dict[tuple[str, str], Tensor]
 """The tensors of one expert by slot and role. The weights have the slot ""."""
@@ -52,6 +55,11 @@ class StateSpec:
         return self.frozen.get(role) or self.dtype or layer.dense_dtype
 
 
+_SENT_BYTES = 2**28
+"""Bytes that a host sends at a time. An expert that is copied to many hosts would need as many times its own
+memory on the host that sends it."""
+
+
 class Move(NamedTuple):
     """An expert that one host sends to another."""
 
@@ -65,13 +73,18 @@ def needed_moves(
 ) -> list[Move]:
     """Return the experts to send, in one order that all hosts compute alike.
 
-    Each host of a new expert needs the old ones that it is made from. The first host that holds one
-    sends it."""
-    moves: set[Move] = set()
+    Each host of a new expert needs the old ones that it is made from. The hosts that hold one share the
+    sending: their copies are equal to the bit."""
+    receivers: dict[int, set[int]] = {}
     for expert in new.experts:
         for source in sources[expert.id]:
-            holders = old.expert(source).hosts
-            moves |= {Move(holders[0], host, source) for host in expert.hosts if host not in holders}
+            missing = set(expert.hosts) - set(old.expert(source).hosts)
+            receivers.setdefault(source, set()).update(missing)
+    moves: list[Move] = []
+    for source, hosts in receivers.items():
+        holders = old.expert(source).hosts
+        senders = itertools.cycle(holders)
+        moves += [Move(next(senders), host, source) for host in sorted(hosts)]
     return sorted(moves)
 
 
@@ -95,28 +108,50 @@ def exchange_experts(
     num_bytes = {expert_id: sum(entry.num_bytes for entry in layout) for expert_id, layout in layouts.items()}
     leaving = [move for move in moves if move.sender == exchange.rank]
     arriving = [move for move in moves if move.receiver == exchange.rank]
-    send_counts = [0] * exchange.size
-    receive_counts = [0] * exchange.size
-    for move in leaving:
-        send_counts[move.receiver] += num_bytes[move.expert_id]
-    for move in arriving:
-        receive_counts[move.sender] += num_bytes[move.expert_id]
-    pieces = [
-        _to_bytes(own[move.expert_id][entry.key]) for move in leaving for entry in layouts[move.expert_id]
-    ]
-    sent = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *(p.to(device) for p in pieces)])
-    received = exchange.all_to_all_rows(sent, send_counts, receive_counts).wait()
+    packed = {
+        move.expert_id: torch.cat(
+            [_to_bytes(own[move.expert_id][entry.key]).to(device) for entry in layouts[move.expert_id]]
+        )
+        for move in leaving
+    }
+    received = {
+        move.expert_id: torch.empty(num_bytes[move.expert_id], dtype=torch.uint8, device=device)
+        for move in arriving
+    }
+    most_sent = max(Counter(move.sender for move in moves).values())
+    length = max(1, _SENT_BYTES // most_sent)
+    for begin in range(0, max(num_bytes.values()), length):
+        to_hosts = [(move.receiver, packed[move.expert_id][begin : begin + length]) for move in leaving]
+        from_hosts = [(move.sender, received[move.expert_id][begin : begin + length]) for move in arriving]
+        _exchange_pieces(exchange, to_hosts, from_hosts, device)
     result: dict[int, ExpertTensors] = {}
-    position = 0
     for move in arriving:
         tensors: ExpertTensors = {}
+        position = 0
         for entry in layouts[move.expert_id]:
-            piece = received[position : position + entry.num_bytes]
+            piece = received[move.expert_id][position : position + entry.num_bytes]
             tensor = piece.clone().view(entry.dtype).view(entry.shape)
             tensors[entry.key] = tensor.cpu() if entry.on_host else tensor
             position += entry.num_bytes
         result[move.expert_id] = tensors
     return result
+
+
+def _exchange_pieces(
+    exchange: Exchange,
+    sent: Sequence[tuple[int, Tensor]],
+    received: Sequence[tuple[int, Tensor]],
+    device: torch.device,
+) -> None:
+    """Send bytes to hosts, and fill the tensors for those of hosts. Both are in the order of hosts."""
+    counts = [[0] * exchange.size, [0] * exchange.size]
+    for own_counts, pieces in zip(counts, (sent, received), strict=True):
+        for host, piece in pieces:
+            own_counts[host] += len(piece)
+    flat = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *(piece for _, piece in sent)])
+    parts = exchange.all_to_all_rows(flat, *counts).wait().split([len(piece) for _, piece in received])
+    for (_, piece), part in zip(received, parts, strict=True):
+        piece.copy_(part)
 
 
 class _Entry(NamedTuple):
