@@ -1,35 +1,125 @@
 """Gradients of experts that have copies on several hosts.
 
-Each copy computes some of the expert's tokens. The sum of their gradients is the gradient of the expert."""
+Each copy computes some of the expert's tokens. The sum of their gradients is the gradient of the expert.
+Each of its hosts sums a share of the gradient and sends the sum to the others: a reduce-scatter and an
+all-gather among the copies, in pieces, so that little memory is needed beside the gradients. All pieces go
+through the exchange of all hosts, which those without a copy enter with nothing to send."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from experts.bank import ExpertBank
+from experts.copy_costs import PIECE_ELEMENTS
 from experts.routed import RoutedExperts
+from experts.structure import LayerStructure
 from experts.tokens.exchange import Exchange
 
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_NOT_HELD = 0
+_FROZEN = 1
+_FIRST_DTYPE = 2
+_HEADER = (0x636F7079,)  # of the exchange in which hosts agree: no other has it
 
-class _Copy(NamedTuple):
-    """One matrix of a copied expert on this host: its stack, its place there, and all its hosts."""
 
-    stack: nn.Parameter
-    place: int
+@dataclass(frozen=True)
+class _CopiedExperts:
+    """One parameter of all experts of a layer with the same size and the same hosts, as one vector."""
+
+    bank: ExpertBank
+    role: str
+    size: int
+    rows: tuple[int, ...]
+    """The experts' rows in the gate."""
     hosts: tuple[int, ...]
 
     @property
-    def num_bytes(self) -> int:
-        return self.stack[0].numel() * self.stack.itemsize
+    def row_length(self) -> int:
+        """Elements of one expert."""
+        return prod(self.bank.form.shape(self.role, self.bank.width, self.size))
 
     @property
-    def gradient(self) -> Tensor:
+    def length(self) -> int:
+        return self.row_length * len(self.rows)
+
+
+@dataclass(frozen=True)
+class _LocalCopies:
+    """The gradient of copied experts on a host that holds them: runs of neighbours in a stack."""
+
+    stack: nn.Parameter
+    hosts: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+    """The first and the last place of each run, in the order of the vector."""
+
+    @classmethod
+    def of(cls, copied: _CopiedExperts) -> _LocalCopies:
+        (group,) = (each for each in copied.bank.classes if each.hidden == copied.size)
+        places = [group.rows.index(row) for row in copied.rows]
+        runs: list[tuple[int, int]] = []
+        for place in places:
+            if runs and place == runs[-1][1] + 1:
+                runs[-1] = (runs[-1][0], place)
+            else:
+                runs.append((place, place))
+        stack = copied.bank.get_parameter(f"{copied.role}_{copied.size}")
+        return cls(stack, copied.hosts, tuple(runs))
+
+    def views(self, begin: int, end: int) -> Iterator[Tensor]:
+        """Yield the parts of the gradient that hold these elements of the vector."""
         gradient = self.stack.grad
         assert gradient is not None, "an expert without tokens has a gradient of zero"
-        return gradient[self.place]
+        row_length = gradient[0].numel()
+        first = 0
+        for first_place, last_place in self.runs:
+            length = (last_place + 1 - first_place) * row_length
+            low = max(begin, first) - first
+            high = min(end, first + length) - first
+            if low < high:
+                # A view, not a reshape: what is written to a copy of the gradient would be lost.
+                yield gradient[first_place : last_place + 1].view(-1)[low:high]
+            first += length
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some elements of the vector, which its hosts sum together."""
+
+    copies: _LocalCopies
+    begin: int
+    end: int
+
+    def share(self, host: int) -> tuple[int, int]:
+        """Return the first element that a host sums, and the one after its last."""
+        position = self.copies.hosts.index(host)
+        length = self.end - self.begin
+        number = len(self.copies.hosts)
+        return self.begin + length * position // number, self.begin + length * (position + 1) // number
+
+    def length(self, host: int) -> int:
+        begin, end = self.share(host)
+        return end - begin
+
+    def views(self, host: int) -> Iterator[Tensor]:
+        """Yield the parts of this host's gradient that ``host`` sums."""
+        return self.copies.views(*self.share(host))
+
+
+@dataclass
+class _Round:
+    """The pieces of this host that are summed at a time; the round of a host may have none."""
+
+    dtype: torch.dtype
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def with_host(self, host: int, own: int) -> list[_Piece]:
+        """Return the pieces that another host has a copy of too."""
+        return [piece for piece in self.pieces if host != own and host in piece.copies.hosts]
 
 
 class CopiedGradients:
@@ -38,53 +128,160 @@ class CopiedGradients:
     def __init__(self, layers: Sequence[RoutedExperts], exchange: Exchange) -> None:
         self._exchange = exchange
         self._device = layers[0].load_E.device if layers else torch.device("cpu")
-        banks = {layer.bank: layer for layer in layers}
-        self._copies = [copy for layer in banks.values() for copy in _copies(layer, exchange.rank)]
-        experts = [expert for layer in layers for expert in layer.structure.experts]
+        banks = {layer.bank: layer.structure for layer in layers}
+        self._banks = list(banks.items())
+        experts = [expert for structure in banks.values() for expert in structure.experts]
         self._any_copied = any(len(expert.hosts) > 1 for expert in experts)
-        # Each pair of hosts exchanges the experts that both have, in one order.
-        self._messages = [
-            [n for n, copy in enumerate(self._copies) if host in copy.hosts and host != exchange.rank]
-            for host in range(exchange.size)
-        ]
+        self._rounds: list[_Round] | None = None
+        """None until the hosts have agreed on them, in the first sum."""
 
     def add_up(self) -> None:
         """Sum the gradients of each copied expert over its hosts. All hosts must call it."""
         if not self._any_copied:
             return
-        gradients = self._exchanged()
-        for number, copy in enumerate(self._copies):
-            total = torch.zeros_like(copy.gradient)
-            for host in copy.hosts:
-                total += copy.gradient if host == self._exchange.rank else gradients[number, host]
-            copy.gradient.copy_(total)
+        if self._rounds is None:
+            self._rounds = self._plan_rounds()
+        for pieces in self._rounds:
+            self._reduce_scatter(pieces)
+            self._all_gather(pieces)
 
-    def _exchanged(self) -> dict[tuple[int, int], Tensor]:
-        """Send this host's gradients to the other copies; return theirs by copy and host."""
-        counts = [sum(self._copies[number].num_bytes for number in message) for message in self._messages]
-        order = [number for message in self._messages for number in message]
-        sent = [self._copies[number].gradient.reshape(-1).view(torch.uint8) for number in order]
-        flat = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=self._device)
-        received = self._exchange.all_to_all_rows(flat, counts, counts).wait()
-        gradients: dict[tuple[int, int], Tensor] = {}
-        begin = 0
-        for host, message in enumerate(self._messages):
-            for number in message:
-                copy = self._copies[number]
-                end = begin + copy.num_bytes
-                # Cloned: the bytes of a message need not be aligned to the type.
-                piece = received[begin:end].clone().view(copy.stack.dtype)
-                gradients[number, host] = piece.view(copy.stack.shape[1:])
-                begin = end
-        return gradients
+    def _reduce_scatter(self, pieces: _Round) -> None:
+        """Collect the copies of this host's share of each piece, and sum them in the order of hosts."""
+        own = self._exchange.rank
+        others = [pieces.with_host(host, own) for host in range(self._exchange.size)]
+        sent = [
+            [view for piece in shared for view in piece.views(host)] for host, shared in enumerate(others)
+        ]
+        lengths = [[piece.length(own) for piece in shared] for shared in others]
+        received = self._exchanged(sent, lengths, pieces.dtype)
+        parts = [iter(from_host) for from_host in received]
+        for piece in pieces.pieces:
+            summed = torch.zeros(piece.length(own), dtype=pieces.dtype, device=self._device)
+            for host in piece.copies.hosts:
+                if host == own:
+                    _add(piece.views(own), summed)
+                else:
+                    summed += next(parts[host])
+            _write(summed, piece.views(own))
+
+    def _all_gather(self, pieces: _Round) -> None:
+        """Send this host's share of each sum to the other copies, and take theirs."""
+        own = self._exchange.rank
+        others = [pieces.with_host(host, own) for host in range(self._exchange.size)]
+        sent = [[view for piece in shared for view in piece.views(own)] for shared in others]
+        lengths = [[piece.length(host) for piece in shared] for host, shared in enumerate(others)]
+        received = self._exchanged(sent, lengths, pieces.dtype)
+        for host, shared in enumerate(others):
+            for piece, part in zip(shared, received[host], strict=True):
+                _write(part, piece.views(host))
+
+    def _exchanged(
+        self, sent: list[list[Tensor]], lengths: list[list[int]], dtype: torch.dtype
+    ) -> list[list[Tensor]]:
+        """Send parts of gradients to each host, and return those of each, which have these lengths."""
+        parts = [part for to_host in sent for part in to_host]
+        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self._device)
+        size = dtype.itemsize
+        # Plain bytes: the meter counts no rows of tokens.
+        received = self._exchange.all_to_all_rows(
+            flat.view(torch.uint8),
+            [size * sum(part.numel() for part in to_host) for to_host in sent],
+            [size * sum(from_host) for from_host in lengths],
+        )
+        flat = received.wait().view(dtype)
+        values = iter(flat.split([length for from_host in lengths for length in from_host]))
+        return [[next(values) for _ in from_host] for from_host in lengths]
+
+    # Rounds
+
+    def _plan_rounds(self) -> list[_Round]:
+        """Return this host's pieces of each round, of which all hosts have the same number.
+
+        The elements of a host follow each other, and those of an expert begin where all its hosts have come
+        to an end of others: so experts with other hosts are summed side by side, and a host never has more
+        than a piece in a round. Each type has rounds of its own."""
+        rounds: list[_Round] = []
+        dtype_of = self._agreed_dtypes()
+        for dtype in _DTYPES:
+            ends = [0] * self._exchange.size
+            pieces: list[tuple[int, _Piece]] = []
+            for copied in self._copied_experts():
+                if dtype_of[copied.bank, copied.role] != dtype:
+                    continue
+                begin = max(ends[host] for host in copied.hosts)
+                for host in copied.hosts:
+                    ends[host] = begin + copied.length
+                if self._exchange.rank in copied.hosts:
+                    pieces += _cut(_LocalCopies.of(copied), begin, copied.length)
+            of_dtype = [_Round(dtype) for _ in range(-(-max(ends) // PIECE_ELEMENTS))]
+            for number, piece in pieces:
+                of_dtype[number].pieces.append(piece)
+            rounds += of_dtype
+        return rounds
+
+    def _copied_experts(self) -> Iterator[_CopiedExperts]:
+        """Yield the parameters of all copied experts, on whatever hosts, in an order that all share."""
+        for bank, structure in self._banks:
+            for role in bank.form.roles:
+                for (size, hosts), rows in _by_hosts(structure).items():
+                    yield _CopiedExperts(bank, role, size, tuple(rows), hosts)
+
+    def _agreed_dtypes(self) -> dict[tuple[ExpertBank, str], torch.dtype | None]:
+        """Return the type of each parameter of experts; None if it is frozen, or copied nowhere.
+
+        A host without the experts of a layer does not know: the hosts tell each other."""
+        keys = [(bank, role) for bank, _ in self._banks for role in bank.form.roles]
+        codes = dict.fromkeys(keys, _NOT_HELD)
+        for copied in self._copied_experts():
+            if self._exchange.rank in copied.hosts:
+                stack = copied.bank.get_parameter(f"{copied.role}_{copied.size}")
+                code = _FIRST_DTYPE + _DTYPES.index(stack.dtype) if stack.requires_grad else _FROZEN
+                codes[copied.bank, copied.role] = code
+        own = torch.tensor(list(codes.values()), dtype=torch.int64, device=self._device)
+        table_NC = own.expand(self._exchange.size, -1).contiguous()
+        received_NC = self._exchange.all_to_all_counts(table_NC, _HEADER)
+        dtypes: dict[tuple[ExpertBank, str], torch.dtype | None] = {}
+        for key, column in zip(keys, received_NC.T.tolist(), strict=True):
+            known = {code for code in column if code != _NOT_HELD}
+            if len(known) > 1:
+                raise RuntimeError(
+                    f"copies of the parameter {key[1]} of experts differ between hosts: {column} by host "
+                    f"(0: not held, 1: frozen, from 2 on: a type); they must be trained in one type or frozen"
+                )
+            code = max(known, default=_FROZEN)
+            dtypes[key] = _DTYPES[code - _FIRST_DTYPE] if code >= _FIRST_DTYPE else None
+        return dtypes
 
 
-def _copies(layer: RoutedExperts, rank: int) -> list[_Copy]:
-    """Return the matrices of this host's copied experts, in an order that all hosts share."""
-    copies: list[tuple[int, str, _Copy]] = []
-    for group, role, stack in layer.bank.stacks():
-        for place, row in enumerate(group.rows):
-            hosts = layer.structure.experts[row].hosts
-            if len(hosts) > 1 and rank in hosts and stack.requires_grad:
-                copies.append((row, role, _Copy(stack, place, hosts)))
-    return [copy for _, _, copy in sorted(copies, key=lambda entry: entry[:2])]
+def _by_hosts(structure: LayerStructure) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """Return the rows of copied experts by their size and their hosts."""
+    rows: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for row, expert in enumerate(structure.experts):
+        if len(expert.hosts) > 1:
+            rows.setdefault((expert.size, expert.hosts), []).append(row)
+    return rows
+
+
+def _cut(copies: _LocalCopies, begin: int, length: int) -> Iterator[tuple[int, _Piece]]:
+    """Yield the pieces of a vector that begins at this element of its hosts, each with its round."""
+    end = begin + length
+    for number in range(begin // PIECE_ELEMENTS, -(-end // PIECE_ELEMENTS)):
+        low = max(begin, number * PIECE_ELEMENTS)
+        high = min(end, (number + 1) * PIECE_ELEMENTS)
+        yield number, _Piece(copies, low - begin, high - begin)
+
+
+def _add(views: Iterable[Tensor], summed: Tensor) -> None:
+    """Add the parts of a gradient to a sum."""
+    first = 0
+    for view in views:
+        summed[first : first + view.numel()] += view
+        first += view.numel()
+
+
+def _write(values: Tensor, views: Iterable[Tensor]) -> None:
+    """Copy values into the parts of a gradient."""
+    first = 0
+    for view in views:
+        view.copy_(values[first : first + view.numel()])
+        first += view.numel()

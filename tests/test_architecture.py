@@ -47,6 +47,7 @@ ENTRY_POINTS = {"orchestrator.__main__"}
 EXPERTS_LEAVES = {
     "experts.types",
     "experts.structure",
+    "experts.copy_costs",
     "experts.membership",
     "experts.device_waits",
     "experts.group",
@@ -62,6 +63,7 @@ EXPERTS_LAYERS = (
 TORCH_FREE_EXPERTS = (
     "experts.types",
     "experts.structure",
+    "experts.copy_costs",
     "experts.tokens.routes",
     "experts.placement",
     "experts.rebalance",

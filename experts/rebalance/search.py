@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from experts.copy_costs import ring_factor
 from experts.placement.problem import PlacementProblem, lower_bound
 from experts.placement.search import relieved
 from experts.rebalance.state import (
@@ -15,7 +16,6 @@ from experts.rebalance.state import (
     Shares,
     excess,
     resplit,
-    ring_factor,
     worst_load,
 )
 

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from experts.copy_costs import ring_factor
+
 _ROUNDS = 30  # over all copied experts, until their shares are settled
 _SETTLED = 1e-4  # of all tokens of an expert
 
@@ -82,11 +84,6 @@ def copy_seconds(problem: BalanceProblem, shares: Shares) -> float:
             for host, _ in copies:
                 busy[host] += sync_s * ring_factor(len(copies)) + update_s
     return max(busy)
-
-
-def ring_factor(copies: int) -> float:
-    """Return how often a gradient passes a link: a ring sums it, then distributes the sum."""
-    return 2 * (copies - 1) / copies
 
 
 def resplit(problems: Sequence[BalanceProblem], shares: Shares, budget: SearchBudget) -> Shares:

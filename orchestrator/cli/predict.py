@@ -17,6 +17,7 @@ from orchestrator.plan.cost.devices import known_gpu, short_name
 from orchestrator.plan.cost.machine import Machine, Parallelism
 from orchestrator.plan.cost.model import HOST_OVERHEAD, StepPrediction, predict
 from orchestrator.plan.estimate import ModelFacts
+from orchestrator.plan.host_groups import hosts_of_group
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import planned_facts
 from orchestrator.types import BF16_PRECISIONS, PrecisionName, seconds_text, speed_text
@@ -64,6 +65,7 @@ def predict_plan(
         plan.tf32.value,
         crowding,
         plan.sharding.value,
+        plan.expert_replicas.value,
     )
     prediction = predict(ops, machine, parallelism)
     notes = "; compiled, it may be faster" if plan.compile.value else ""
@@ -79,7 +81,7 @@ def _trace_plan(prepared: PreparedRun, data: TrainingData | None) -> MicroBatchO
     plan = prepared.plan
     on_gpu = plan.device.value != "cpu"
     precision = plan.precision.value
-    hosts = plan.workers.value if plan.strategy.value == "expert_parallel" else 1
+    hosts = hosts_of_group(plan) if plan.strategy.value == "expert_parallel" else 1
     # Experts of one size are computed in one operation on the CPU, and where the GPU has a kernel
     # for it.
     capabilities = [gpu.capability for gpu in prepared.inventory.gpus]
@@ -87,7 +89,17 @@ def _trace_plan(prepared: PreparedRun, data: TrainingData | None) -> MicroBatchO
     facts = planned_facts(prepared.resolved.config, prepared.facts, plan)
     recompute = plan.activation_checkpointing.value
     tracer = make_tracer(prepared.task, facts, on_gpu, precision, grouped, recompute, data)
-    return tracer(plan.batch_size.value, hosts, plan.exchange_chunks.value, plan.workers.value == 1)
+    ops = tracer(plan.batch_size.value, hosts, plan.exchange_chunks.value, plan.workers.value == 1)
+    if hosts == 1 and plan.expert_replicas.value > 1:
+        # Each host has all experts, and they are still not of the part that all hosts reduce.
+        frozen_bytes = round(ops.frozen_bytes * facts.frozen_experts / max(1, ops.frozen))
+        return replace(
+            ops,
+            expert_parameters=facts.expert_parameters,
+            frozen_experts=facts.frozen_experts,
+            frozen_expert_bytes=frozen_bytes,
+        )
+    return ops
 
 
 def make_tracer(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from experts.copy_costs import held_bytes
 from orchestrator.types import MEMORY_PARTS
 
 ShardingForm = Literal["none", "zero2", "zero3", "experts"]
@@ -162,7 +163,8 @@ class ModelSharding:
     ``none``: a whole copy on each. ``zero2``: gradients and moments are sharded. ``zero3``:
     parameters too. ``experts``: each device has its own experts and a copy of the rest, the dense
     part, or a shard of it (``dense``). ``offload`` keeps the shards in host memory. ``primary`` gives
-    the whole batch to the first worker. ``expert_replicas`` groups of workers each hold every expert.
+    the whole batch to the first worker. ``expert_replicas`` groups of workers each hold every expert;
+    ``copies`` says that experts have copies, or may get some.
     """
 
     workers: int = 1
@@ -170,6 +172,7 @@ class ModelSharding:
     offload: bool = False
     primary: bool = False
     expert_replicas: int = 1
+    copies: bool = False
     dense: ShardingForm = "none"
 
     @property
@@ -218,13 +221,17 @@ def estimate_memory(
     )
     gate_state = gate_trainable * (dense.gradients + (facts.moments + facts.averages) * dense.moments)
     short_gradients = saved_gradient_bytes(facts.copied_experts) if single_pass else 0.0
+    activations = base + per_sample * micro_batch
+    if sharding.copies:
+        # Gradients of copies are summed after the backward pass, which has freed its activations.
+        activations = max(activations, held_bytes(_FP32_BYTES * trainable.experts))
     return MemoryEstimate(
         parameters=parameters.of(dense.parameters) * facts.weight_bytes,
         weight_copies=weight_copies,
         gradients=trainable.of(dense.gradients) * _FP32_BYTES - short_gradients,
         optimizer=trainable.of(dense.moments) * _FP32_BYTES * facts.moments,
         average=trainable.of(dense.moments) * _FP32_BYTES * facts.averages,
-        activations=base + per_sample * micro_batch,
+        activations=activations,
         gate=facts.gate_parameters * facts.weight_bytes * dense.parameters + gate_state * _FP32_BYTES,
         limit=limit_bytes,
     )

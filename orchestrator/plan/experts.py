@@ -125,7 +125,8 @@ def divided_experts(config: Config, workers: int) -> ModelSharding:
     """Return the division of a model on expert hosts, with a whole dense part on each."""
     primary = config.parallel.gate == "primary"
     replicas = choose_replicas(config, None, workers).value
-    return ModelSharding(workers, "experts", primary=primary, expert_replicas=replicas)
+    copies = workers > 1 and (replicas > 1 or config.evolution.rebalance == "on")
+    return ModelSharding(workers, "experts", primary=primary, expert_replicas=replicas, copies=copies)
 
 
 def _on_hosts(

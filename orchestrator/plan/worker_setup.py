@@ -84,7 +84,8 @@ def worker_group(
     if strategy.value == "expert_parallel":
         on_hosts = divided_experts(config, count)
         sharding = choose_dense_sharding(config, facts, on_hosts, limit_bytes, may_shard)
-        model_sharding = replace(on_hosts, dense=sharding.value)
+        copies = on_hosts.copies or (evolves and config.evolution.rebalance == "auto")
+        model_sharding = replace(on_hosts, dense=sharding.value, copies=copies)
     else:
         sharding = choose_sharding(config, facts, count, limit_bytes, on_gpu, evolves)
         model_sharding = ModelSharding(count, sharding.value, config.parallel.cpu_offload)

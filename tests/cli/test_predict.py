@@ -66,6 +66,23 @@ def test_plan_predicts_from_the_calibration_of_this_machine(
     assert predicted["samples"] == 8
 
 
+def test_groups_of_hosts_are_predicted_with_their_experts_and_the_sum_of_the_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_calibration(make_calibration(), tmp_path / "results" / "calibration.json")
+
+    def predicted(replicas: int) -> dict[str, Any]:
+        hosts = ["--workers", "2", "--parallel-strategy", "expert_parallel", "--evolution", "off"]
+        assert main(["plan", *SMALL, *hosts, "--expert-replicas", str(replicas), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["predicted"]
+
+    divided = predicted(1)
+    copied = predicted(2)
+    assert copied["memory"]["parameters"] > divided["memory"]["parameters"], "all experts are on each host"
+    assert divided["parts"]["exchange"] > copied["parts"]["exchange"] == 0, "tokens stay on their host"
+    assert copied["parts"]["gradients"] > divided["parts"]["gradients"]
+
+
 def test_a_calibration_of_another_machine_is_not_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

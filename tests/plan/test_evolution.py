@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from experts.copy_costs import held_bytes
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelSharding, estimate_memory
@@ -207,6 +208,12 @@ def test_each_group_holds_every_expert() -> None:
     grouped = estimate_memory(FACTS, 1, False, None, ModelSharding(4, "experts", expert_replicas=2))
     assert grouped == one
     assert plan.memory.parameters == one.parameters
+    bare = replace(FACTS, activation_bytes=0.0, activation_base=0.0, largest_bytes=0.0)
+    copied = estimate_memory(
+        bare, 1, False, None, ModelSharding(4, "experts", expert_replicas=2, copies=True)
+    )
+    experts_of_a_host = 4 * bare.trained_experts // 2
+    assert copied.activations == held_bytes(experts_of_a_host), "to sum the gradients of copies"
     with pytest.raises(UserError, match="--expert-replicas 3 makes groups of equal size, and 4 hosts"):
         planned(FOUR, FACTS, parallel_strategy="expert_parallel", expert_replicas=3)
     single = planned(CPU, FACTS, expert_replicas=2).expert_replicas

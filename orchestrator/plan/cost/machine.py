@@ -120,3 +120,5 @@ class Parallelism:
     """Workers per set of processors, if there are more workers than processors."""
     sharding: ShardingForm = "none"
     """How the replicated parameters are sharded."""
+    expert_replicas: int = 1
+    """Groups of devices that each hold every expert."""

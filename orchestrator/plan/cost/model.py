@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from experts.copy_costs import held_bytes
 from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
 from orchestrator.plan.cost.op_costs import attention_seconds, move_seconds, product_seconds
 from orchestrator.plan.cost.ops import MicroBatchOps
@@ -217,6 +218,8 @@ def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Paral
     bucketed = parallelism.devices > 1 and parallelism.strategy == "expert_parallel"
     copies = ops.gradient_bytes if bucketed else 0.0
     activations = max(ops.peak_bytes, gradients) - gradients
+    if parallelism.expert_replicas > 1:
+        activations = max(activations, held_bytes(ops.expert_gradient_bytes))
     summed = 0.0
     if parallelism.micro_batches > 1:
         # Passes of one step are summed in fp32. All gradients are alive when a later one begins.

@@ -164,6 +164,11 @@ class MicroBatchOps:
         return 4.0 * (self.trained - self._trained_experts)
 
     @property
+    def expert_gradient_bytes(self) -> float:
+        """Bytes of the gradients of this device's experts, which their copies sum."""
+        return 4.0 * self._trained_experts
+
+    @property
     def replicated_bytes(self) -> float:
         """Bytes of the parameters that all devices have, or shards of."""
         expert_bytes = 4.0 * self._trained_experts + self.frozen_expert_bytes

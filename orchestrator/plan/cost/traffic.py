@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from experts.copy_costs import piece_count, ring_factor
 from orchestrator.plan.cost.machine import Link, Machine, Parallelism
 from orchestrator.plan.cost.ops import MessageOp, MicroBatchOps
 from orchestrator.plan.estimate import ShardingForm
@@ -38,10 +39,11 @@ def traffic_seconds(
     gathers = _GATHERS[parallelism.sharding] * parallelism.micro_batches
     if gathers:  # each micro-batch reduces and scatters gradients, which is half of an all-reduce
         bucket_s *= parallelism.micro_batches / 2
-    gradients = buckets * bucket_s + small_s
+    gradients = buckets * bucket_s + small_s + copies_seconds(ops.expert_gradient_bytes, machine, parallelism)
     gather_s = gathers * all_reduce_seconds(ops.replicated_bytes, machine, devices) / 2
     exchange = parallelism.micro_batches * sum(
-        exchange_seconds(message, machine, devices) * message.times for message in ops.messages
+        exchange_seconds(message, machine, devices // parallelism.expert_replicas) * message.times
+        for message in ops.messages
     )
     overlap = 0.0
     if machine.device.asynchronous:
@@ -72,6 +74,20 @@ def _ring_seconds(size_bytes: float, link: Link, members: int) -> float:
         return 0.0
     latency_s = math.ceil(math.log2(members)) * link.latency_s
     return latency_s + 2 * (members - 1) / members * size_bytes / link.bytes_per_s
+
+
+def copies_seconds(gradient_bytes: float, machine: Machine, parallelism: Parallelism) -> float:
+    """Return the seconds in which the copies of a device's experts sum their gradients, piece by piece.
+
+    A group has neighbouring devices, so that the copies are on other nodes where there are several."""
+    replicas = parallelism.expert_replicas
+    if replicas < 2 or not gradient_bytes:
+        return 0.0
+    near = parallelism.devices <= machine.per_node
+    link = (machine.inner if near else machine.outer).exchange
+    message_s = link.latency_s + (replicas - 2) * _PEER_S
+    sent_s = ring_factor(replicas) * gradient_bytes / link.bytes_per_s
+    return 2 * piece_count(gradient_bytes) * message_s + sent_s
 
 
 def exchange_seconds(message: MessageOp, machine: Machine, devices: int) -> float:

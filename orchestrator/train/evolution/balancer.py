@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from experts.rebalance.costs import Cluster, LayerCosts
@@ -26,12 +27,17 @@ def layer_costs(layer: RoutedExperts, state_bytes: float) -> LayerCosts:
     """Return the costs of a layer's experts, per unit of their hidden size.
 
     ``state_bytes`` are those of one weight, with its gradient and the optimizer's state."""
-    matrices = 3 if layer.bank.kind == "swiglu" else 2
-    weights = layer.bank.width * matrices
+    bank = layer.bank
+    matrices = 3 if bank.kind == "swiglu" else 2
+    weights = bank.width * matrices
+    # Beside adapters the weights are frozen: copies send the gradients of the adapters alone.
+    trained_roles = bank.form.adapters.roles if bank.form.adapters else bank.form.roles
+    size = max(bank.sizes)
+    trained = sum(prod(bank.form.shape(role, bank.width, size)) for role in trained_roles) / size
     return LayerCosts(
         row_flops=_PASSES * _FLOPS * weights,
         state_bytes=state_bytes * weights,
-        gradient_bytes=_VALUE_BYTES * weights,
+        gradient_bytes=_VALUE_BYTES * trained,
     )
 
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experts.context import MoEContext
+from experts.copies import CopiedGradients
+from experts.layer import MoELayer
+from experts.model import attach, place_structure
 from experts.rebalance.replicas import group_count, replica_placement
 from experts.structure import Change, LayerStructure, changed
+from experts.tokens.exchange import GroupExchange
 from experts.tokens.routes import route_table
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import process_group_world
+from tests.support.hosts.ranks import run_ranks
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 7))
@@ -97,3 +106,33 @@ def test_only_copies_of_all_experts_of_all_layers_are_groups(
     layers: list[LayerStructure], num_hosts: int, groups: int
 ) -> None:
     assert group_count(layers, num_hosts) == groups
+
+
+def backward_on_host(rank: int, size: int, store: str) -> bool:
+    """Return whether the gradients of a step are those of all groups, summed in the order of hosts."""
+    with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 60) as world:
+        assert world.group is not None
+        torch.manual_seed(0)
+        layer = MoELayer(8, [6, 6, 4], 2)
+        exchange = GroupExchange(world.group)
+        attach(layer, MoEContext(exchange))
+        experts = [LayerStructure.initial("", layer.bank.sizes)]
+        place_structure(layer, replica_placement(experts, size, size), rank, size)
+        torch.manual_seed(rank)
+        layer(torch.randn(40, 8))[0].square().sum().backward()
+        stacks = list(layer.bank.parameters())
+        gradients = [stack.grad.clone() for stack in stacks if stack.grad is not None]
+        CopiedGradients([layer], exchange).add_up()
+        for stack, own in zip(stacks, gradients, strict=True):
+            of_hosts = own.new_empty(size * own.numel())
+            world.group.all_gather(of_hosts, own.view(-1)).wait()
+            expected = torch.zeros_like(own)
+            for gradient in of_hosts.split(own.numel()):
+                expected += gradient.view_as(own)
+            if stack.grad is None or not torch.equal(stack.grad, expected):
+                return False
+        return True
+
+
+def test_the_gradients_of_groups_are_summed_in_the_order_of_hosts() -> None:
+    assert run_ranks(backward_on_host, 4) == [True] * 4

@@ -195,6 +195,15 @@ def test_hosts_hold_buckets_of_their_shared_gradients(devices: int, strategy: St
     assert memory.gradients == 4000 + copied
 
 
+def test_hosts_hold_a_piece_to_send_and_one_received_while_copies_are_summed():
+    """1,600 bytes of experts; by then the activations are freed."""
+    ops = replace(OPS, expert_parameters=400, peak_bytes=0.0)
+    groups = Parallelism(2, "expert_parallel", expert_replicas=2)
+    assert predict(ops, machine(1, 2), groups).memory.activations == 3200
+    busy = replace(ops, peak_bytes=4000 + 9000.0)
+    assert predict(busy, machine(1, 2), groups).memory.activations == 9000
+
+
 def test_a_device_has_no_costs_but_those_it_is_given():
     costs = device()
     overheads = (costs.group_s, costs.operation_s, costs.launch_s, costs.sort_s, costs.view_s)

@@ -6,10 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from experts.copy_costs import PIECE_ELEMENTS, ring_factor
 from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallelism
 from orchestrator.plan.cost.model import predict
 from orchestrator.plan.cost.ops import MessageOp, MicroBatchOps
-from orchestrator.plan.cost.traffic import all_reduce_seconds, exchange_seconds, traffic_seconds
+from orchestrator.plan.cost.traffic import (
+    all_reduce_seconds,
+    copies_seconds,
+    exchange_seconds,
+    traffic_seconds,
+)
 from orchestrator.plan.estimate import ShardingForm
 from orchestrator.types import StrategyName
 from tests.support.fakes.cost_machines import OPS, device, machine
@@ -170,3 +176,22 @@ def test_the_slower_of_near_and_far_messages_counts():
     assert exchange_seconds(message, cluster, 3) == pytest.approx(5e-3 + 1000 / 1e5 + peers_s, rel=1e-9)
     expected = 5e-3 + 1000 * 2 / 5 / 1e5 + 4 * peers_s
     assert exchange_seconds(message, cluster, 6) == pytest.approx(expected, rel=1e-9)
+
+
+def test_copies_sum_their_gradients_in_pieces_by_the_formula_of_the_balancer():
+    """Three pieces in two exchanges each, between nodes; tokens stay in groups of two within a node."""
+    near = Link("nvlink", 1e-3, 1e6)
+    far = Link("network", 2e-3, 1e5)
+    cluster = Machine(device(), 4, 2, Interconnect(near, near), Interconnect(far, far))
+    parallelism = Parallelism(8, "expert_parallel", expert_replicas=4)
+    size_bytes = 4.0 * PIECE_ELEMENTS * 2.5
+    seconds = copies_seconds(size_bytes, cluster, parallelism)
+    assert seconds == pytest.approx(6 * 2e-3 + ring_factor(4) * size_bytes / 1e5, rel=1e-3)
+    assert copies_seconds(size_bytes, cluster, replace(parallelism, expert_replicas=1)) == 0.0
+    ops = replace(OPS, messages=(MessageOp("rows", 1000),), expert_parameters=400)
+    parts = traffic_seconds(ops, cluster, parallelism, 1.0)
+    assert parts["exchange"] == pytest.approx(1e-3 + 1000 / 1e6)
+    alone = traffic_seconds(ops, cluster, replace(parallelism, expert_replicas=1), 1.0)
+    assert parts["gradients"] - alone["gradients"] == pytest.approx(
+        copies_seconds(1600.0, cluster, parallelism)
+    )

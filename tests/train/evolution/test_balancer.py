@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from experts.kernels.adapters import Adapters
 from experts.layer import MoELayer
 from experts.placement.placement import HostFacts
 from experts.rebalance.costs import Cluster, LayerCosts
@@ -68,3 +69,10 @@ def test_an_expert_has_three_matrices_with_the_state_of_their_optimizer() -> Non
     layer = MoELayer(8, [4, 4], 1)
     costs = layer_costs(layer, state_bytes=20)
     assert (costs.row_flops, costs.state_bytes, costs.gradient_bytes) == (6 * 24, 20 * 24, 4 * 24)
+
+
+def test_copies_of_frozen_experts_send_the_gradients_of_their_adapters_alone() -> None:
+    """Rank 2: (8 + 8) × 2 beside the first matrix, with the gate, and (4 + 8) × 2 beside the second."""
+    layer = MoELayer(8, [4, 4], 1)
+    layer.bank.adapt(Adapters(2, 1.0))
+    assert layer_costs(layer, state_bytes=2).gradient_bytes == 4 * (32 + 24) / 4
