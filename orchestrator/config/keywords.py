@@ -35,10 +35,14 @@ def known_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name, value in kwargs.items():
-            if name not in known:
-                owner = function.__qualname__.rpartition(".")[0]
-                raise UserError(f"{owner} has no argument {name!r}{_advice(name, value, known)}")
+        owner = function.__qualname__.rpartition(".")[0]
+        unknown = [
+            f"{owner} has no argument {name!r}{_advice(name, value, known)}"
+            for name, value in kwargs.items()
+            if name not in known
+        ]
+        if unknown:
+            raise UserError("\n".join(unknown))
         return function(*args, **kwargs)
 
     return call

@@ -146,6 +146,11 @@ class Criterion:
             return True
         return self.score(value) > self.score(best)
 
+    def order(self, value: float, loss: float | None) -> tuple[float, float]:
+        """Return the key by which finite results are ordered, the best last; of equal ones the smaller
+        loss is better."""
+        return self.score(value), -loss if loss is not None and math.isfinite(loss) else -math.inf
+
     def score(self, value: float) -> float:
         """Return the value with its sign changed if smaller is better: a larger score is better."""
         return -value if self.mode == "min" else value

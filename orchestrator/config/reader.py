@@ -6,7 +6,7 @@ section it belongs to, or our name for a setting of another trainer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,42 +141,49 @@ def _key_lines(node: yaml.MappingNode, file: str, prefix: str = "") -> dict[str,
 
 
 def _check_keys(content: Mapping[str, Any], lines: Mapping[str, str]) -> None:
+    """Raise UserError for wrong keys, all at once, a line for each."""
+    wrong = list(_wrong_keys(content, lines))
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+def _wrong_keys(content: Mapping[str, Any], lines: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is wrong with each key that is no setting of its section."""
     sections = section_types()
     for key, value in content.items():
         if key in sections:
             if value is not None and not isinstance(value, dict):
                 own = f": write {key}: {{{key}: {as_flag_text(value)}}}" if key in flat_names() else ""
-                raise UserError(f"{lines[key]}: {key} is a section; its settings go below it, indented{own}")
+                yield f"{lines[key]}: {key} is a section; its settings go below it, indented{own}"
+                continue
             for name, setting_value in (value or {}).items():
                 if flat_names().get(name) != key:
-                    raise _unknown_key(name, setting_value, lines[f"{key}.{name}"], key)
+                    yield _unknown_key(name, setting_value, lines[f"{key}.{name}"], key)
         elif flat_names().get(key) != "":
-            raise _unknown_key(key, value, lines[key], "")
+            yield _unknown_key(key, value, lines[key], "")
 
 
-def _unknown_key(name: str, value: Any, line: str, section: str) -> UserError:
-    """Return the most helpful error for a key that is not a setting of its section."""
+def _unknown_key(name: str, value: Any, line: str, section: str) -> str:
+    """Return the most helpful answer to a key that is not a setting of its section."""
     if name in section_types() and (isinstance(value, dict) or name not in flat_names()):
-        return UserError(
-            f"{line}: {name} is a section of its own; it begins at the top level, not below {section}"
-        )
+        return f"{line}: {name} is a section of its own; it begins at the top level, not below {section}"
     if name in flat_names():
-        return UserError(f"{line}: {name} belongs {_place(name)}")
+        return f"{line}: {name} belongs {_place(name)}"
     near = nearest(name, [*flat_names(), *section_types()])
     # A mapping is a section: ``optimizer:`` with settings below it means ``optim:``.
     means_section = isinstance(value, dict) and near in section_types()
     advice = None if means_section else foreign_name_advice(name, value, "yaml")
     if advice:
-        return UserError(f"{line}: unknown setting {name!r}; {advice}")
+        return f"{line}: unknown setting {name!r}; {advice}"
     if near:
         in_place = near in section_types() or flat_names()[near] == section
         place = "" if in_place else f" {_place(near)}"
-        return UserError(f"{line}: unknown setting {name!r} (did you mean {near!r}{place}?)")
+        return f"{line}: unknown setting {name!r} (did you mean {near!r}{place}?)"
     known = [setting for setting, home in flat_names().items() if home == section]
     if not section:
         known += section_types()
     where = f"in {section}" if section else "here"
-    return UserError(f"{line}: unknown setting {name!r}; known {where}: {', '.join(known)}")
+    return f"{line}: unknown setting {name!r}; known {where}: {', '.join(known)}"
 
 
 def _place(name: str) -> str:

@@ -217,9 +217,10 @@ class Config:
         top: dict[str, Any] = {}
         sections: dict[str, dict[str, Any]] = {}
         known = flat_names()
+        unknown = [_unknown_setting(name, value) for name, value in settings.items() if name not in known]
+        if unknown:
+            raise UserError("\n".join(unknown))
         for name, value in settings.items():
-            if name not in known:
-                raise _unknown_setting(name, value)
             section = known[name]
             values = sections.setdefault(section, {}) if section else top
             values[name] = as_declared(name, setting_types()[name], value)
@@ -281,7 +282,7 @@ def as_flag_text(value: Any) -> str | None:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _unknown_setting(name: str, value: Any) -> UserError:
+def _unknown_setting(name: str, value: Any) -> str:
     advice = foreign_name_advice(name, value, "python")
     hint = f"; {advice}" if advice else did_you_mean(name, flat_names())
-    return UserError(f"unknown setting {name!r}{hint}")
+    return f"unknown setting {name!r}{hint}"

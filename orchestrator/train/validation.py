@@ -54,18 +54,26 @@ class Validation:
         self._declared_names.compare(result["metrics"])
         values = {"loss": result["loss"], **result["metrics"]}
         value = _metric_value(values, self._criterion.name)
-        is_best = self._criterion.is_better(value, progress.best_value)
+        is_better = self._criterion.is_better(value, progress.best_value)
+        is_best = is_better or self._breaks_tie(value, result["loss"])
         if is_best:
             progress.best_value = value
+            progress.best_loss = result["loss"] if math.isfinite(result["loss"]) else None
             progress.best_step = progress.step
-            progress.bad_evaluations = 0
-        else:
-            progress.bad_evaluations += 1
+        # Patience follows the metric alone: a loss may go on falling long after accuracy stands still.
+        progress.bad_evaluations = 0 if is_better else progress.bad_evaluations + 1
         progress.validation = {**values, "step": progress.step}
         # At the end of an epoch, progress has moved on to the next one already.
         epoch = progress.epoch if progress.position else max(0, progress.epoch - 1)
         self._log.write("evaluate", step=progress.step, epoch=epoch, best=is_best, **result)
         return is_best
+
+    def _breaks_tie(self, value: float, loss: float) -> bool:
+        """Return whether a result equals the best one by its metric, and has a smaller loss."""
+        best = self._progress.best_value
+        if best is None or value != best:
+            return False
+        return self._criterion.order(value, loss) > self._criterion.order(best, self._progress.best_loss)
 
     def _warn_of_loss(self, evaluation: Evaluation, result: Mapping[str, Any]) -> None:
         """Warn that the validation loss is no number, with the sample that is the cause if one is found."""

@@ -74,6 +74,19 @@ def test_a_misspelled_section_is_answered_with_the_nearest_one(config_file: Path
     )
 
 
+def test_all_wrong_keys_are_answered_at_once(config_file: Path):
+    text = "optim:\n  lr: 0.1\n  epochs: 3\nbatch:\n  gradient_accumulation_steps: 4\nrun: 7\nrum: {}\n"
+    with pytest.raises(UserError) as caught:
+        read_text(config_file, text)
+    assert str(caught.value).splitlines() == [
+        "cfg.yaml:2: unknown setting 'lr'; write learning_rate: 0.1 under optim:",
+        "cfg.yaml:3: epochs belongs under run:",
+        "cfg.yaml:5: unknown setting 'gradient_accumulation_steps'; write accumulation_steps: 4 under batch:",
+        "cfg.yaml:6: run is a section; its settings go below it, indented",
+        "cfg.yaml:7: unknown setting 'rum' (did you mean 'run'?)",
+    ]
+
+
 def test_a_list_under_a_foreign_name_is_answered_with_our_form_of_a_list(config_file: Path):
     message = refusal(config_file, "parallel:\n  device_ids: [0, 2]\n")
     assert message == "cfg.yaml:2: unknown setting 'device_ids'; write devices: 0,2 under parallel:"

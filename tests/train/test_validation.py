@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from orchestrator.record.files.events import of_kind, read_events
-from orchestrator.tasks.task import Task, TensorData
+from orchestrator.tasks.task import Loss, Task, TensorData
 from tests.support.runs.loop_runs import StepCounter, run_loop
 
 
@@ -64,6 +64,26 @@ def test_early_stopping_decides_the_same_after_a_restart(
     evaluations = of_kind(read_events(tmp_path / "parts" / "events.jsonl"), "evaluate")
     best_steps = [event["step"] for event in evaluations if event["best"]]
     assert best_steps[-1] == 12
+
+
+class ScriptedAccuracy(ScriptedValidation):
+    """Validation losses as scripted, and the same accuracy in every evaluation."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return Loss(super().loss(model, batch), 1, {"accuracy": 0.5})
+
+
+@pytest.mark.parametrize("max_steps", [24, 8])
+def test_of_equal_results_the_one_with_the_smallest_loss_is_the_best(tmp_path: Path, max_steps: int) -> None:
+    """Patience follows the metric alone; a restart compares with the loss of the best step, too."""
+    settings: dict[str, Any] = SETTINGS | {"early_stopping_metric": "accuracy", "early_stopping_patience": 4}
+    task = ScriptedAccuracy({0: 9.0} | LOSSES)  # a run tries its metric before the first step
+    run_loop(tmp_path, task, max_steps=max_steps, **settings)
+    last, _ = run_loop(tmp_path, task, resume="auto", **settings)
+    evaluations = of_kind(read_events(tmp_path / "events.jsonl"), "evaluate")
+    assert [event["step"] for event in evaluations if event["best"]] == [4, 12]
+    assert (last.progress.best_step, last.progress.best_loss) == (12, 4.0)
+    assert (last.progress.step, last.progress.bad_evaluations) == (20, 4)
 
 
 @pytest.mark.parametrize("evaluate_every", [0, 4])

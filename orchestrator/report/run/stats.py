@@ -225,12 +225,14 @@ def metric_names(record: RunRecord) -> list[str]:
 
 @cached_on_record
 def best_evaluation(record: RunRecord) -> Event | None:
-    """Return the evaluation with the best watched metric; of equal ones the first."""
+    """Return the evaluation with the best watched metric; of equal ones that with the smallest loss."""
     criterion = watched_criterion(record)
+
+    def order(event: Event) -> tuple[float, float]:
+        return criterion.order(score_number(event, criterion.name) or 0.0, score_number(event, "loss"))
+
     known = [event for event in record.evaluations if score_number(event, criterion.name) is not None]
-    return max(
-        known, key=lambda event: criterion.score(score_number(event, criterion.name) or 0.0), default=None
-    )
+    return max(known, key=order, default=None)
 
 
 def final_evaluation(record: RunRecord) -> Event | None:

@@ -30,6 +30,8 @@ class Progress:
     """A place of the data at or before ``position``, if the data is read in order."""
     best_step: int | None = None
     best_value: float | None = None
+    best_loss: float | None = None
+    """The validation loss of the best step; it decides between equal values."""
     bad_evaluations: int = 0
     # Sums since the epoch began, for its means.
     epoch_loss: float = 0.0

@@ -121,6 +121,7 @@ def _complete_training(
         # The best result so far is a value of another metric: it does not compare.
         progress.best_step = None
         progress.best_value = None
+        progress.best_loss = None
         progress.bad_evaluations = 0
     if config.run.early_stopping_patience and evaluation is None:
         raise UserError("--early-stopping-patience needs validation data; the task has none")

@@ -116,6 +116,8 @@ def test_the_best_evaluation_follows_the_watched_metric(tmp_path):
     assert best_step(None) == 1
     assert best_step("accuracy:max") == 2
     assert best_step("accuracy:min") == 1
+    evaluations += [evaluate(4, 0.3, 0.9), evaluate(5, 0.35, 0.9), evaluate(6, "nan", 0.9)]
+    assert best_step("accuracy:max") == 4
     for damaged in ("unknown_metric:max", "churn", "accuracy:up", 7):
         assert best_step(damaged) == 1
         assert stats.watched_metric(read_run_record(tmp_path)) == "loss"
