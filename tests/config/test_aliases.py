@@ -84,7 +84,9 @@ def test_the_number_of_nodes_is_left_to_ray(name: str):
     )
 
 
-@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "pp_size", "context_parallel_degree"])
+@pytest.mark.parametrize(
+    "name", ["tensor_model_parallel_size", "tensor_parallel", "pp", "context_parallel_degree"]
+)
 def test_forms_of_parallelism_that_do_not_exist_are_answered_with_those_that_do(name: str):
     advice = foreign_name_advice(name, "2", "flag") or ""
     assert advice.startswith("tensor, pipeline and context parallelism do not exist here: leave it out")
@@ -97,6 +99,18 @@ def test_forms_of_parallelism_that_do_not_exist_are_answered_with_those_that_do(
         ("log_every_n_steps", "50", "write --log-every 50"),
         ("train_iters", "1000", "write --max-steps 1000"),
         ("grad_clip", "1.0", "write --clip-norm 1.0"),
+        (
+            "deepspeed",
+            "ds.json",
+            "write --sharding auto|none|zero2|zero3 (by the stage in its file; auto leaves it to the plan)",
+        ),
+        ("fsdp_config", "fsdp.json", "write --sharding zero3 (the rest of such a file has no counterpart)"),
+        ("report_to", "wandb", "write --trackers wandb"),
+        (
+            "report_to",
+            "all",
+            "write --trackers tensorboard|wandb|mlflow (several, as in --trackers tensorboard wandb)",
+        ),
         ("metric_for_best_model", "eval_loss", "write --early-stopping-metric loss"),
         ("metric_for_best_model", "f1", "write --early-stopping-metric f1"),
         ("load_best_model_at_end", "true", "leave it out: that is the default of keep_last"),
@@ -131,6 +145,17 @@ def test_following_an_answer_gives_the_intended_config(tmp_path: Path):
 PEERS_WORDS = {
     "arch": ("gpt2", "a model is part of a task"),
     "lora_dropout": ("0.1", "adapters have no dropout"),
+    "dpo": ("true", "preference and reward training (DPO, PPO, GRPO, …) do not exist here"),
+    "reward_model": ("org/m", "preference and reward training (DPO, PPO, GRPO, …) do not exist here"),
+    "push_to_hub": ("true", "training writes to the run folder alone: leave it out; when the run is done, "),
+    "hub_model_id": ("me/m", "training writes to the run folder alone: leave it out; when the run is done, "),
+    "hub_token": ("hf_x", "the token is that of the environment (HF_TOKEN)"),
+    "load_in_4bit": ("true", "weights are not quantised: leave it out; --lora 16"),
+    "bnb_4bit_quant_type": ("nf4", "weights are not quantised: leave it out; --lora 16"),
+    "trust_remote_code": ("true", "code from a model's folder is never run: leave it out"),
+    "tokenizer_name": ("org/m", "the tokenizer is that of --model: leave it out"),
+    "merge_lora": ("true", "a run keeps its adapters by themselves: leave it out"),
+    "do_train": ("true", "training and evaluation are verbs: leave it out"),
 }
 
 
@@ -171,3 +196,12 @@ def test_python_is_answered_like_flags_and_files(settings: dict[str, Any], answe
     with pytest.raises(UserError) as caught:
         Config.of(**settings)
     assert str(caught.value) == f"unknown setting {name!r}; {answer}"
+
+
+def test_python_is_answered_for_all_names_at_once():
+    with pytest.raises(UserError) as caught:
+        Config.of(lr=0.1, epochs=3, max_epochs=2)
+    assert str(caught.value).splitlines() == [
+        "unknown setting 'lr'; write learning_rate=0.1",
+        "unknown setting 'max_epochs'; write epochs=2",
+    ]
