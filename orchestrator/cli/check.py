@@ -16,13 +16,13 @@ from orchestrator.errors import ResourceError
 from orchestrator.plan.checks.probes import CheckResult, MachineProbe, probes_for, run_guarded
 from orchestrator.plan.inventory.hardware import Inventory, inventory, nccl_may_share_gpus
 from orchestrator.record.files.events import of_kind, read_events
-from orchestrator.types import bytes_text
+from orchestrator.types import VERSION, bytes_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_MARKS = {"pass": ("✔", "green"), "fail": ("✘", "red"), "skip": ("–", "dim")}
+_MARKS = {"pass": ("✔", "green"), "fail": ("✘", "red"), "warn": ("!", "yellow"), "skip": ("–", "dim")}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,10 @@ def _hardware_table(machine: Inventory) -> Table:
     table.add_row("CPU", f"{machine.cpu_name}, {cores}")
     table.add_row("RAM", f"{bytes_text(machine.ram_free)} of {bytes_text(machine.ram_total)} free")
     table.add_row("disk", f"{bytes_text(machine.disk_free)} free here")
-    table.add_row("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items()))
+    versions = {"expert-orchestrator": VERSION, **machine.versions}
+    table.add_row("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
+    if machine.commit is not None:
+        table.add_row("this folder", f"{Path.cwd()}, commit {machine.commit}")
     return table
 
 
@@ -103,7 +106,7 @@ def _print_result(console: Console, result: CheckResult) -> None:
     if not console.encoding.startswith("utf"):
         mark = result.status
     console.print(Text.assemble((mark, style), f" {result.name}: ", result.found), soft_wrap=True)
-    if result.status == "fail":
+    if result.status in ("fail", "warn"):
         advice = f"    needed: {result.needed}\n    to do: {result.fix}"
         console.print(Text(advice, style=style), soft_wrap=True)
 

@@ -3,10 +3,12 @@ compiler."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from orchestrator.plan.checks.probe_types import (
@@ -34,9 +36,8 @@ GPU_TIMED_SIZE = 4096  # fills a GPU
 
 PRECISION_FIX = "train with --precision fp32, and update torch and the driver"
 FUSED_FIX = "install the torch build that fits the driver"
-COMPILE_FIX = (
-    "install a C++ compiler (apt install g++; for a GPU also pip install triton), or train without --compile"
-)
+COMPILE_FIX = "train without --compile"
+_COMPILERS = ("g++", "clang++", "c++")
 
 # The code has a cache folder of its own: cached code of an earlier run would hide a missing
 # compiler.
@@ -181,9 +182,19 @@ def check_compile(
 ) -> CheckResult:
     """Compile a function in a process of its own, so that a compiler that hangs does not hang the
     check."""
-    passed, line = run_python(code, device, timeout_s=timeout_s)
+    answer = run_python(code, device, timeout_s=timeout_s)
     needed = "a small function compiled, with the same results"
-    return verdict("torch.compile", passed, line, needed, COMPILE_FIX)
+    fix = f"{answer.fix(_compiler_advice(device))}, or {COMPILE_FIX}"
+    return verdict("torch.compile", answer.passed, answer.line, needed, fix)
+
+
+def _compiler_advice(device: str) -> str:
+    """Return what to do about a compilation that failed: install what is missing, if something is."""
+    if not any(map(shutil.which, _COMPILERS)):
+        return "install a C++ compiler (apt install g++)"
+    if device != "cpu" and find_spec("triton") is None:
+        return "pip install triton"
+    return "a C++ compiler is installed: read the error, look for an update of torch"
 
 
 def _timed_size(device: str) -> int:

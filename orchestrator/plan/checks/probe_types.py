@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 SUBPROCESS_TIMEOUT_S = 120.0
+SLOW_FIX = "the machine is busy, or its disk is slow: check again when it is idle"
 GPU_FIX = (
     "run nvidia-smi; update the driver or install the torch build that fits it; "
     "--gpu-mode cpu trains without a GPU"
@@ -19,10 +20,12 @@ GPU_FIX = (
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one probe: what was found, what was needed, and what to do."""
+    """The result of one probe: what was found, what was needed, and what to do.
+
+    ``warn`` is for what training does not need, and some other command would stumble over."""
 
     name: str
-    status: Literal["pass", "fail", "skip"]
+    status: Literal["pass", "fail", "warn", "skip"]
     found: str
     needed: str = ""
     fix: str = ""
@@ -46,14 +49,34 @@ def verdict(name: str, passed: bool, found: str, needed: str, fix: str) -> Check
     return CheckResult(name, "fail", found, needed, fix)
 
 
-def run_python(code: str, *arguments: str, timeout_s: float) -> tuple[bool, str]:
-    """Run code in a fresh Python; return whether it succeeded and the last line that it wrote.
+@dataclass(frozen=True)
+class Answer:
+    """The end of a process: whether it succeeded, and the last line that it wrote."""
+
+    passed: bool
+    line: str
+    timed_out: bool = False
+
+    def fix(self, otherwise: str) -> str:
+        """Return what to do: an answer that did not come says nothing about what is installed."""
+        return SLOW_FIX if self.timed_out else otherwise
+
+
+def run_python(
+    code: str, *arguments: str, timeout_s: float, python: str = sys.executable, folder: str | None = None
+) -> Answer:
+    """Run code in a fresh Python, in a folder; return its answer.
 
     A process that exceeds the timeout is killed with all processes that it started.
     """
-    command = [sys.executable, "-c", code, *arguments]
+    command = [python, "-c", code, *arguments]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=folder,
     ) as child:
         try:
             output, errors = child.communicate(timeout=timeout_s)
@@ -62,8 +85,9 @@ def run_python(code: str, *arguments: str, timeout_s: float) -> tuple[bool, str]
             # process.
             os.killpg(child.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
-                return False, f"no answer after {timeout_s:g} s"
+                return Answer(False, f"no answer after {timeout_s:g} s", timed_out=True)
             raise
     text = errors if child.returncode else output
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return child.returncode == 0, lines[-1] if lines else f"exit code {child.returncode}, no message"
+    line = lines[-1] if lines else f"exit code {child.returncode}, no message"
+    return Answer(child.returncode == 0, line)

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 import textwrap
 import time
@@ -19,6 +20,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from orchestrator.plan.checks.arithmetic import arithmetic_probes
@@ -31,7 +34,7 @@ from orchestrator.plan.checks.probe_types import (
     verdict,
 )
 from orchestrator.plan.inventory.gpus import Gpu
-from orchestrator.plan.inventory.hardware import Inventory, existing_folder, num_visible
+from orchestrator.plan.inventory.hardware import Inventory, existing_folder, num_visible, ray_auth_mode
 from orchestrator.plan.inventory.nvml import gpu_processes, nvml_view
 from orchestrator.types import GIB, MIB, bytes_text
 
@@ -49,6 +52,8 @@ DASHBOARD_PORT = 8265
 RAY_FIX = 'pip install -U "ray[default,train,tune]>=2.56"'
 
 _RAY_CODE = "import ray; print(ray.__version__)"
+_PACKAGE_CODE = "import orchestrator"
+_DASHBOARD_TIMEOUT_S = 3.0
 
 
 def run_guarded(probe: MachineProbe) -> CheckResult:
@@ -78,6 +83,12 @@ def _host_probes(inventory: Inventory, folder: Path) -> Iterator[MachineProbe]:
     for name, least, fix in needed_versions:
         yield MachineProbe(name, partial(check_version, name, inventory.versions.get(name), least, fix), fix)
     yield MachineProbe("ray imports", check_ray_import, RAY_FIX)
+    yield MachineProbe("python of Ray jobs", check_job_python, "see 'As a Ray job' in docs/training.md")
+    yield MachineProbe(
+        "token of Ray jobs",
+        partial(check_job_token, ray_auth_mode()),
+        "see 'As a Ray job' in docs/training.md",
+    )
     yield MachineProbe("ports", check_ports, "check the network settings of this machine or container")
     yield MachineProbe("RAM", partial(check_ram, inventory.ram_free), "check the memory of this machine")
     yield MachineProbe("shared memory", check_shared_memory, "mount a tmpfs at /dev/shm")
@@ -108,8 +119,54 @@ def check_version(name: str, installed: str | None, least: tuple[int, ...], fix:
 def check_ray_import(code: str = _RAY_CODE, timeout_s: float = SUBPROCESS_TIMEOUT_S) -> CheckResult:
     """Import Ray in a process of its own, because the import starts threads and sets signal
     handlers."""
-    passed, line = run_python(code, timeout_s=timeout_s)
-    return verdict("ray imports", passed, line, "import ray without an error", RAY_FIX)
+    answer = run_python(code, timeout_s=timeout_s)
+    needed = "import ray without an error"
+    return verdict("ray imports", answer.passed, answer.line, needed, answer.fix(RAY_FIX))
+
+
+def check_job_python(timeout_s: float = SUBPROCESS_TIMEOUT_S) -> CheckResult:
+    """Look for this package in the Python that ``ray job submit … -- python`` would start on this machine."""
+    name = "python of Ray jobs"
+    needed = "a 'python' on the PATH that has the package orchestrator"
+    fix = f"on this machine, write 'ray job submit … -- {sys.executable} -m orchestrator train'"
+    python = shutil.which("python")
+    if python is None:
+        return CheckResult(name, "warn", "there is no 'python' on the PATH", needed, fix)
+    # In another folder than this: a job has its own, and one with the repository would hide that the
+    # package is not installed.
+    with tempfile.TemporaryDirectory() as folder:
+        answer = run_python(_PACKAGE_CODE, timeout_s=timeout_s, python=python, folder=folder)
+    if answer.passed:
+        return CheckResult(name, "pass", f"{python} has the package")
+    return CheckResult(name, "warn", f"{python}: {answer.line}", needed, answer.fix(fix))
+
+
+def check_job_token(auth_mode: str, port: int = DASHBOARD_PORT) -> CheckResult:
+    """Ask the Ray dashboard of this machine for its version, as ``ray job submit`` does first.
+
+    Without a token: whoever listens there must not learn that of the user.
+    """
+    name = "token of Ray jobs"
+    address = f"http://127.0.0.1:{port}"
+    connection = HTTPConnection("127.0.0.1", port, timeout=_DASHBOARD_TIMEOUT_S)
+    try:
+        connection.request("GET", "/api/version")
+        status = connection.getresponse().status
+    except (OSError, HTTPException):
+        return CheckResult(name, "skip", f"no Ray dashboard answers at {address}")
+    finally:
+        connection.close()
+    if status != HTTPStatus.UNAUTHORIZED:
+        return CheckResult(name, "pass", f"{address} requires no token")
+    if auth_mode.lower() == "token":
+        return CheckResult(name, "pass", f"{address} requires a token, and RAY_AUTH_MODE=token sends it")
+    found = f"{address} requires a token, and 'ray job submit' would send none: HTTP 401"
+    needed = "RAY_AUTH_MODE=token, and the token of the cluster's head in ~/.ray/auth_token"
+    fix = (
+        "export RAY_AUTH_MODE=token before 'ray job submit'. A cluster requires a token whenever "
+        "~/.ray/auth_token exists as it starts; for one without, remove that file first"
+    )
+    return CheckResult(name, "warn", found, needed, fix)
 
 
 def check_ports(

@@ -42,14 +42,15 @@ class Inventory:
     """The CPU has bf16 units; without them bf16 is emulated, far slower than fp32."""
     driver: str | None
     versions: Mapping[str, str]
-    """Versions of python, platform, torch, cuda, cudnn, nccl and ray, and the commit of the
-    current folder; a missing one has no key."""
+    """Versions of python, platform, torch, cuda, cudnn, nccl and ray; a missing one has no key."""
     gpu_error: str | None
     """Why present GPUs cannot be used: a line that says what is wrong, and a line that says what
     to do."""
     disk_free: int
     omp_threads: int | None = None
     """The number of OMP_NUM_THREADS, where the user may have set it."""
+    commit: str | None = None
+    """The commit of the current folder: that of the user's code, not of this program."""
 
     @property
     def same_model(self) -> bool:
@@ -89,6 +90,7 @@ def inventory(disk: Path = Path(".")) -> Inventory:
         gpu_error=gpu_error,
         disk_free=shutil.disk_usage(existing_folder(disk)).free,
         omp_threads=_omp_threads(),
+        commit=git_commit(Path.cwd()),
     )
 
 
@@ -96,6 +98,11 @@ def num_visible(nvml: NvmlView | None) -> int | None:
     """Return the number of GPUs of the driver that CUDA shows this process; None if NVML cannot
     tell."""
     return nvml.num_visible(os.environ.get("CUDA_VISIBLE_DEVICES")) if nvml else None
+
+
+def ray_auth_mode() -> str:
+    """Return how Ray's commands authenticate themselves; empty if that is left to Ray."""
+    return os.environ.get("RAY_AUTH_MODE", "")
 
 
 def visible_gpus() -> int:
@@ -114,9 +121,6 @@ def _versions(torch: Any) -> dict[str, str]:
     versions: dict[str, str] = {"python": platform.python_version(), "platform": platform.platform()}
     with suppress(importlib.metadata.PackageNotFoundError):
         versions["ray"] = importlib.metadata.version("ray")
-    commit = git_commit(Path.cwd())
-    if commit is not None:
-        versions["commit"] = commit
     if torch is None:
         return versions
     versions["torch"] = str(torch.__version__)

@@ -62,6 +62,7 @@ def environment(run: ComparedRun) -> dict[str, Any]:
         "backend": record.start.get("backend"),
         "expert-orchestrator": record.start.get("version"),
         "torch": hardware.get("torch"),
+        "commit": hardware.get("commit"),
     }
     return facts | section(hardware, "versions")
 

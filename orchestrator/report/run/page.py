@@ -89,6 +89,8 @@ def _footer(record: RunRecord) -> str:
     versions = {"expert-orchestrator": record.start.get("version"), "torch": hardware.get("torch")}
     versions |= section(hardware, "versions")
     facts = [f"{name} {value}" for name, value in versions.items() if value]
+    if hardware.get("commit"):
+        facts.append(f"commit {hardware['commit']} of the folder it was started in")
     cores = hardware.get("cores")
     if cores is not None:
         facts.append(f"{cores} cores")

@@ -87,9 +87,22 @@ time.sleep(120)"""
         arithmetic.check_compile("cpu", code, timeout_s=5),
         "no answer after 5 s",
         "compiled",
-        "without --compile",
+        "the machine is busy, or its disk is slow: check again when it is idle, or train without --compile",
     )
     assert has_ended(int(pid_file.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("compilers", "advice"),
+    [(("clang++",), "a C++ compiler is installed"), ((), "install a C++ compiler (apt install g++)")],
+)
+def test_a_compiler_is_advised_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, compilers: tuple[str, ...], advice: str
+):
+    monkeypatch.setattr(arithmetic.shutil, "which", lambda name: name if name in compilers else None)
+    check = arithmetic.check_compile("cpu", "raise SystemExit('CppCompileError')")
+    assert check.fix.startswith(advice)
+    assert check.fix.endswith(", or train without --compile")
 
 
 def has_ended(pid: int) -> bool:

@@ -4,8 +4,11 @@ needed, and what to do."""
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -72,7 +75,7 @@ FAULTS: dict[str, tuple[Callable[[], CheckResult], str, str, str]] = {
         lambda: probes.check_ray_import("import time; time.sleep(60)", 0.2),
         "no answer after 0.2 s",
         "import ray",
-        "pip install",
+        "the machine is busy",
     ),
     "little RAM": (lambda: probes.check_ram(900 * MIB), "900.0 MiB free", "2.0 GiB", "memory limit"),
     "few open files": (lambda: probes.check_open_files(256), "256", "1024", "ulimit -n"),
@@ -203,6 +206,78 @@ def test_prereleases_and_local_versions_pass():
     assert probes.check_version("torch", "10.0", (2, 11), "").status == "pass"
 
 
+# --- Ray jobs
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "found"),
+    [
+        ("exit 0", "pass", "has the package"),
+        (
+            "echo \"ModuleNotFoundError: No module named 'orchestrator'\" >&2; exit 1",
+            "warn",
+            "No module named",
+        ),
+        (None, "warn", "there is no 'python' on the PATH"),
+    ],
+)
+def test_the_python_of_jobs_needs_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, status: str, found: str
+):
+    if script is not None:
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = probes.check_job_python()
+    assert check.status == status
+    assert found in check.found
+    if status == "warn":
+        assert f"ray job submit … -- {sys.executable} -m orchestrator train" in check.fix
+
+
+class _Dashboard(BaseHTTPRequestHandler):
+    """Answers as the dashboard of Ray does to a request without a token."""
+
+    status = 401
+
+    def do_GET(self) -> None:
+        assert "authorization" not in self.headers
+        self.send_response(self.status if self.path == "/api/version" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "mode", "status", "found"),
+    [
+        (401, "", "warn", "'ray job submit' would send none: HTTP 401"),
+        (401, "disabled", "warn", "'ray job submit' would send none: HTTP 401"),
+        (401, "token", "pass", "RAY_AUTH_MODE=token sends it"),
+        (200, "", "pass", "requires no token"),
+    ],
+)
+def test_a_token_that_jobs_would_not_send_is_found(
+    monkeypatch: pytest.MonkeyPatch, answer: int, mode: str, status: str, found: str
+):
+    monkeypatch.setattr(_Dashboard, "status", answer)
+    with HTTPServer(("127.0.0.1", 0), _Dashboard) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        check = probes.check_job_token(mode, server.server_port)
+        thread.join()
+    assert check.status == status
+    assert found in check.found
+    if status == "warn":
+        assert check.fix.startswith("export RAY_AUTH_MODE=token")
+
+
+def test_without_a_dashboard_no_token_is_checked():
+    assert probes.check_job_token("", free_port()).status == "skip"
+
+
 # --- all probes
 
 
@@ -220,6 +295,8 @@ def test_all_probes_of_a_cpu_machine_pass(tmp_path: Path, monkeypatch: pytest.Mo
     checks = [run_guarded(probe) for probe in probes_for(machine(), tmp_path)]
     assert [check.name for check in checks] == [probe.name for probe in probes_for(machine(), tmp_path)]
     assert {check.name: check.found for check in checks if check.status == "fail"} == {}
-    assert {check.name for check in checks if check.status == "skip"} == {"GPU count", "GPU models", "tf32"}
+    assert {check.name for check in checks if check.status == "skip"} <= {
+        "GPU count", "GPU models", "tf32", "token of Ray jobs",
+    }  # fmt: skip
     assert "GFLOP/s" in next(check.found for check in checks if check.name == "cpu computes")
     assert all(check.seconds > 0 for check in checks)

@@ -92,7 +92,7 @@ def test_hardware_versions_and_commits_that_differ_are_listed(tmp_path: Path) ->
     folders = [write_named(tmp_path / name, FakeRun()) for name in ("a", "b")]
     plan = json.loads((folders[1] / "plan.json").read_text())
     plan["hardware"] |= {"torch": "2.14.0", "ram": 16 * GIB}
-    plan["hardware"]["versions"] = {"commit": "f00d"}
+    plan["hardware"]["commit"] = "f00d"
     (folders[1] / "plan.json").write_text(json.dumps(plan))
     found = {difference.name: difference.texts for difference in environment_differences(runs_in(*folders))}
     assert found == {
