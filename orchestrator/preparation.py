@@ -35,6 +35,7 @@ def prepare_run(
     Further traces of the task may share ``data``."""
     from orchestrator.measure.tracing.metric_names import check_validation_metrics
     from orchestrator.measure.tracing.model_facts import model_facts
+    from orchestrator.tasks.read_settings import check_settings_taken
     from orchestrator.train.worker.build import watched_metric
     from orchestrator.train.worker.plan_file import earlier_global_batch, read_earlier_plan
     from orchestrator.train.worker.prepared_run import PreparedRun
@@ -48,6 +49,7 @@ def prepare_run(
     device = _traced_device(config, hardware, cluster)
     precision = choose_precision(config, hardware, device).value
     facts = model_facts(task, device, precision, data)
+    check_settings_taken(config, facts.settings)
     earlier_plan = read_earlier_plan(resumed.folder) if resumed else {}
     global_batch = earlier_global_batch(config, earlier_plan)
     chosen = plan(config, hardware, facts, global_batch, cluster, in_cluster())

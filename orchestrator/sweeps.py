@@ -104,9 +104,12 @@ def is_complete(sweep: Sweep, earlier: SweepRecord) -> bool:
 def check_comparable(
     sweep: Sweep, prepared: PreparedRun, devices: SweepDevices, earlier: SweepRecord | None
 ) -> None:
-    """Refuse a sweep whose trials would have no score, or would not compare with the earlier ones."""
+    """Refuse a sweep whose trials would have no score, would not differ, or not compare with earlier ones."""
+    from orchestrator.tasks.read_settings import check_sweep_taken
+
     if sweep.objective != THROUGHPUT and prepared.facts.validation_samples == 0:
         raise UserError(f"--objective {sweep.objective} needs validation data; the task has none")
+    check_sweep_taken(prepared.resolved.config.task, sweep.space.domains, prepared.facts.settings)
     if earlier is None:
         return
     for name, value in _device_facts(devices).items():

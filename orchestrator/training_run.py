@@ -8,7 +8,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.cross_checks import unread_by_task
 from orchestrator.plan.evolution import unused_thresholds
 from orchestrator.plan.experts import unused_settings
 from orchestrator.plan.inventory.cluster import Cluster
@@ -115,8 +114,7 @@ class TrainingRun:
             self.screen.note(line)
         unused = unused_settings(config, plan.strategy.value, prepared.facts)
         thresholds = unused_thresholds(config, plan.evolution.value)
-        sizes = unread_by_task(config.task, config.model, config.data)
-        for message in (sizes, unused, thresholds, loss_note(prepared.facts)):
+        for message in (unused, thresholds, loss_note(prepared.facts)):
             if message:
                 self.screen.note(f"note: {message}")
 

@@ -84,10 +84,10 @@ def test_a_setting_kept_without_its_secret_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_SECRET_TOKEN", "abracadabra")
-    trainer(settings(tmp_path, epochs=1, data_dir="/data/abracadabra")).fit()
+    trainer(settings(tmp_path, epochs=1, placement="/data/abracadabra.json")).fit()
     with pytest.raises(
-        UserError, match="keeps data_dir without the secret in it; give it again, as --data-dir"
+        UserError, match="keeps placement without the secret in it; give it again, as --placement"
     ):
         trainer(settings(tmp_path, epochs=2, resume="auto")).fit()
-    trainer(settings(tmp_path, epochs=2, resume="auto", data_dir="/data/abracadabra")).fit()
+    trainer(settings(tmp_path, epochs=2, resume="auto", placement="/data/abracadabra.json")).fit()
     assert not (tmp_path / "run" / "config.002.yaml").exists()

@@ -24,13 +24,6 @@ _FIXED_BY_MODEL = (
 )
 """Settings of MoE layers that a model of transformers has in its own configuration, or not at all."""
 
-_UNREAD_SIZES = {
-    "digits": ("sequence_length", "vocabulary", "samples"),
-    "text": ("vocabulary", "samples"),
-    "lm": ("samples",),
-}
-"""Sizes that a built-in task has no use for. A task of the user's own may read any setting."""
-
 
 def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
     """Raise ValueError if ``gpu_mode``, ``workers``, ``devices`` and ``backend`` contradict each other."""
@@ -81,20 +74,6 @@ def check_settings_of_task(task: str, model: ModelSettings, data: DataSettings) 
         raise UserError(
             f"{', '.join(names)} {verb} to the task lm, but task is {task}; give --task lm as well"
         )
-
-
-def unread_by_task(task: str, model: ModelSettings, data: DataSettings) -> str | None:
-    """Return a message about given sizes that a built-in task has no use for; None if there are none."""
-    given = {
-        "sequence_length": model.sequence_length,
-        "vocabulary": model.vocabulary,
-        "samples": data.samples,
-    }
-    names = [name for name in _UNREAD_SIZES.get(task, ()) if given[name] is not None]
-    if not names:
-        return None
-    flags = ", ".join(f"--{name.replace('_', '-')} {given[name]}" for name in names)
-    return f"{flags} {'has' if len(names) == 1 else 'have'} no effect on the task {task}"
 
 
 def check_language_model(task: str, model: ModelSettings, moe: MoeSettings) -> None:

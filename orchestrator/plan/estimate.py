@@ -65,8 +65,8 @@ class ModelFacts:
     """Parameters of each expert, by MoE layer."""
     frozen_experts: int = 0
     """The part of ``expert_parameters`` that is not trained."""
-    router_biases: bool = False
-    """Whether the routers of a model of ``transformers`` have biases, which ``--balance-bias`` moves."""
+    settings: tuple[str, ...] = ()
+    """Settings of the model, its experts, data and optimizer that the run can take: something reads them."""
     limits_capacity: bool = False
     """Whether a MoE layer drops rows beyond a capacity."""
     counts_batches: bool = False

@@ -14,6 +14,7 @@ from orchestrator.errors import UserError
 from orchestrator.storage.address import as_url
 from orchestrator.storage.local_copy import local_copy
 from orchestrator.tasks.named_object import make_named_object
+from orchestrator.tasks.read_settings import watched
 from orchestrator.tasks.task import Task
 
 BUILT_IN = {
@@ -39,7 +40,15 @@ def load_task(config: Config, earlier: Path | None = None) -> Task:
     ``earlier`` is the folder of the run that is resumed or evaluated, with the files its task has kept."""
     name = config.task
     check_settings_of_task(name, config.model, config.data)
-    config = _with_local_data(config)
+    config, reads = watched(_with_local_data(config))
+    task = _make_task(name, config, earlier)
+    if getattr(task, "settings_read", None) is None:
+        # The class of a user's task may be frozen.
+        object.__setattr__(task, "settings_read", reads)
+    return task
+
+
+def _make_task(name: str, config: Config, earlier: Path | None) -> Task:
     if name in BUILT_IN:
         module_name, _, class_name = BUILT_IN[name].partition(":")
         module = importlib.import_module(f"orchestrator.tasks.{module_name}")

@@ -5,7 +5,7 @@ Shapes: B samples of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -83,6 +83,9 @@ class Task(Protocol):
     metrics: Mapping[str, Metric | Any] = MappingProxyType({})
     """Directions of the metrics that ``loss`` returns, for names that are not known, and metrics with
     a state: ``{"churn": Metric(mode="min"), "f1": F1()}``. Those of torchmetrics are accepted."""
+    settings_read: Collection[str] | None = None
+    """Names of the settings of models, experts, data and optimizers that the task reads; others are refused.
+    Default: those that it reads of the config that it is made with."""
 
     def build_model(self) -> nn.Module: ...
 

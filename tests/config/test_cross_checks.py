@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.cross_checks import unread_by_task
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 
@@ -168,19 +167,3 @@ def test_a_contradiction_names_both_sides(settings: dict[str, Any], parts: tuple
 )
 def test_settings_that_agree_are_accepted(settings: dict[str, Any]):
     Config.of(**settings)
-
-
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ("digits", "--sequence-length 5, --samples 9 have no effect on the task digits"),
-        ("text", "--samples 9 has no effect on the task text"),
-        ("synthetic", None),
-        ("mine:MyTask", None),
-    ],
-)
-def test_sizes_that_a_built_in_task_does_not_read_are_named(task: str, message: str | None) -> None:
-    config = Config.of(task=task, sequence_length=5, samples=9)
-    assert unread_by_task(task, config.model, config.data) == message
-    default = Config.of(task=task)
-    assert unread_by_task(task, default.model, default.data) is None

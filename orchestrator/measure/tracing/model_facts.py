@@ -19,7 +19,6 @@ from experts.balance import moe_layers
 from experts.bank import ExpertBank
 from experts.gate import Gate
 from experts.routed import RoutedExperts
-from experts.transformers.router_bias import has_router_biases
 from orchestrator.data.ray_rows import RayRows
 from orchestrator.data.source import LoaderSettings
 from orchestrator.errors import OrchestratorError, UserError
@@ -30,6 +29,7 @@ from orchestrator.measure.tracing.operator_sizes import attention_formulas
 from orchestrator.measure.tracing.repeated_blocks import trace_few_blocks
 from orchestrator.measure.tracing.traced_experts import record_experts
 from orchestrator.plan.estimate import ModelFacts
+from orchestrator.tasks.read_settings import settings_taken
 from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.tasks.token_loss import counting_gradient_flop
 from orchestrator.tasks.user_code import user_code
@@ -336,6 +336,7 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
     parameters = list(model.parameters())
     layers = [layer for _, layer in moe_layers(model)]
     loader: LoaderSettings | None = getattr(data, "loader_settings", None)
+    own_optimizer = _has_own_optimizer(task, parameters)
     return ModelFacts(
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
@@ -359,11 +360,11 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
         unit=getattr(task, "unit", "samples"),
         units_per_sample=getattr(task, "units_per_sample", 1),
         gathered_bytes=data.nbytes if isinstance(data, Gatherable) else None,
-        own_optimizer=_has_own_optimizer(task, parameters),
+        own_optimizer=own_optimizer,
         method=traced.method,
         expert_weights=tuple(_expert_parameters(layer) for layer in layers),
         frozen_experts=_parameters_within(model, ExpertBank, trained=False),
-        router_biases=has_router_biases(model),
+        settings=tuple(sorted(settings_taken(task, own_optimizer, _has_own_schedule(task)))),
         counts_batches=small.count == traced.twice.count,
         limits_capacity=any(layer.capacity is not None for layer in layers),
         structure=_structure_hash(model),
@@ -423,5 +424,13 @@ def _has_own_optimizer(task: Task, parameters: list[nn.Parameter]) -> bool:
     make = getattr(task, "build_optimizer", None)
     try:
         return make is not None and make(parameters) is not None
+    except Exception:
+        return True
+
+
+def _has_own_schedule(task: Task) -> bool:
+    """Return whether the task has its own schedule. An error in it is reported when it is needed."""
+    try:
+        return getattr(task, "schedule", lambda: None)() is not None
     except Exception:
         return True

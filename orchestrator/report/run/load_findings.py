@@ -77,7 +77,7 @@ def python_finding(record: RunRecord) -> Finding | None:
         return None
     launches = "--compile --compile-mode reduce-overhead: one launch for many kernels"
     advice = (
-        *larger_batch_advice(record, "more work per launch; scale --learning-rate with it"),
+        *larger_batch_advice(record, "more work per launch; scale the learning rate with it"),
         *_compile_advice(record, launches),
         "--profile: traces a few steps, operation by operation",
     )
@@ -116,12 +116,13 @@ def imbalance_finding(record: RunRecord) -> Finding | None:
     )
     advice = list(placement_advice(record))
     if not advice and predicted is not None and predicted > UNEVEN:
-        advice.append("fewer --workers, or smaller experts and more of them: no placement balances these")
-    if not section(record.config, "moe").get("balance_bias") and _takes_balance_bias(record):
+        smaller = ", or smaller experts and more of them" if record.takes("experts") else ""
+        advice.append(f"fewer --workers{smaller}: no placement balances these")
+    if not section(record.config, "moe").get("balance_bias") and record.takes("balance_bias"):
         advice.append(
             "--balance-bias 0.001: steers the gate towards experts with few rows, without a loss term"
         )
-    return Finding("imbalance", (evidence,), tuple(advice) or (balance_loss_advice(record),))
+    return Finding("imbalance", (evidence,), tuple(advice) or (balance_advice(record),))
 
 
 def placement_advice(record: RunRecord) -> tuple[str, ...]:
@@ -140,22 +141,15 @@ def placement_advice(record: RunRecord) -> tuple[str, ...]:
     return ()
 
 
-def is_language_model(record: RunRecord) -> bool:
-    """Return whether a configuration of transformers fixes the experts."""
-    return record.fact("task") == "lm"
-
-
-def _takes_balance_bias(record: RunRecord) -> bool:
-    """Return whether the task takes --balance-bias: few families of language models have routing biases,
-    and --lora leaves them as they are."""
-    if not is_language_model(record):
-        return True
-    has_biases = section(record.plan, "model").get("router_biases") is True
-    return has_biases and section(record.config, "model").get("lora") is None
-
-
-def balance_loss_advice(record: RunRecord) -> str:
-    weight = section(record.config, "moe").get("balance_loss")
+def balance_advice(record: RunRecord) -> str:
+    """Return how the gate can be balanced, by a setting if the run has one."""
+    moe = section(record.config, "moe")
+    if not record.takes("balance_loss"):
+        if record.takes("balance_bias"):
+            rate = moe.get("balance_bias") or 0
+            return f"--balance-bias {(rate or 0.0005) * 2:g} (was {rate}): steers the gate towards even use"
+        return "no setting balances these experts: their model or the loss of the task would have to change"
+    weight = moe.get("balance_loss")
     if not isinstance(weight, int | float):
         return "--balance-loss 0.02: pulls the gate towards even use"
     return f"--balance-loss {(weight or 0.005) * 2:g} (was {weight}): pulls the gate towards even use"
@@ -179,7 +173,9 @@ def _model_share(parts: Mapping[str, float]) -> float:
 def _fewer_updates_advice(record: RunRecord, parts: Mapping[str, float]) -> tuple[str, ...]:
     if parts.get("optimizer", 0) <= _model_share(parts):
         return ()
-    advice = larger_batch_advice(record, "fewer updates for the same samples; scale --learning-rate with it")
+    advice = larger_batch_advice(
+        record, "fewer updates for the same samples; scale the learning rate with it"
+    )
     # Threads that wait for a busy core cost more than a small update.
     return advice if record.on_gpu else (*advice, "OMP_NUM_THREADS=1, if other processes use the cores too")
 

@@ -10,7 +10,7 @@ from orchestrator.config.metric import Criterion
 from orchestrator.record.files.events import Event
 from orchestrator.report.run.expert_load import busiest_layer, idlest_layer, layer_loads
 from orchestrator.report.run.finding import Finding
-from orchestrator.report.run.load_findings import balance_loss_advice, is_language_model
+from orchestrator.report.run.load_findings import balance_advice
 from orchestrator.report.run.outcome import score_text
 from orchestrator.report.run.read import RunRecord, section
 from orchestrator.report.run.stats import plural, score_number, values, watched_criterion
@@ -116,7 +116,7 @@ def _advice(record: RunRecord, best: Event) -> tuple[str, ...]:
     advice = [_shorter_run(record, best)]
     if not run.get("early_stopping_patience"):
         advice.append("--early-stopping-patience 3: ends a run that no longer becomes better")
-    decay = section(record.config, "optim").get("weight_decay")
+    decay = section(record.config, "optim").get("weight_decay") if record.takes("weight_decay") else None
     higher = f"--weight-decay {max(0.05, 5 * decay):g} (was {decay:g})" if isinstance(decay, float) else ""
     advice.append(f"{higher or 'more weight decay'}, more or augmented data, or a smaller model")
     return tuple(advice)
@@ -155,7 +155,9 @@ def uneven_experts_finding(record: RunRecord) -> Finding | None:
         evidence.append(f"{num_idle} of {num_experts} experts of layer {layer} receive almost no tokens")
     if not evidence:
         return None
-    advice = [balance_loss_advice(record)]
-    if not is_language_model(record):
-        advice.append("fewer --experts, or a larger --top-k, if some stay idle to the end")
+    advice = [balance_advice(record)]
+    sizes = {"experts": "fewer --experts", "top_k": "a larger --top-k"}
+    changes = [text for name, text in sizes.items() if record.takes(name)]
+    if changes:
+        advice.append(f"{', or '.join(changes)}, if some stay idle to the end")
     return Finding("uneven experts", tuple(evidence), tuple(advice))

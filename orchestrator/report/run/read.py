@@ -177,6 +177,11 @@ class RunRecord:
         choice = section(section(self.plan, "choices"), name).get("value")
         return choice if choice is not None else section(self.config, part).get(name)
 
+    def takes(self, name: str) -> bool:
+        """Return whether the run can take a setting of its model, experts, data or optimizer."""
+        taken = section(self.plan, "model").get("settings")
+        return isinstance(taken, list) and name in taken
+
     def rejects(self, name: str, option: str) -> bool:
         """Return whether the plan has considered an option and not chosen it."""
         choice = section(section(self.plan, "choices"), name)

@@ -95,7 +95,8 @@ def notes(record: RunRecord) -> str:
         lines.append(("warn", status_text(record).capitalize() + "."))
     non_finite = non_finite_text(record)
     if non_finite is not None:
-        advice = "A lower --learning-rate or --clip-norm may help."
+        rate = "--learning-rate" if record.takes("learning_rate") else "learning rate"
+        advice = f"A lower {rate} or --clip-norm may help."
         lines.append(("bad", f"Nan or infinite: {non_finite}. {advice}"))
     return "".join(f'<div class="card note t-{tone}">{_with_code(text)}</div>' for tone, text in lines)
 

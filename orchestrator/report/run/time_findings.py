@@ -34,7 +34,7 @@ def data_finding(record: RunRecord) -> Finding | None:
     seconds = phase_seconds(record)["data"]
     workers = record.setting("data", "loader_workers")
     used = f" with {workers} loader workers" if isinstance(workers, int) and workers >= 0 else ""
-    advice = ["move costly preparation out of the dataset: do it once, and store the result in --data-dir"]
+    advice = ["move costly preparation out of the dataset: do it once, and store the result"]
     if not record.rejects("loader_workers", "loader processes"):
         more = f"--loader-workers {_more_loader_workers(record)}"
         advice.insert(0, f"{more}: batches are prepared while the model computes")

@@ -26,6 +26,11 @@ Forward = Callable[[nn.Module, Any], RouterOutputs]
 _NO_LABEL = -100
 
 
+def has_balance_loss(model_config: Any) -> bool:
+    """Return whether models of this configuration have an auxiliary loss."""
+    return getattr(model_config.get_text_config(), "router_aux_loss_coef", None) is not None
+
+
 class StepBalance:
     """The auxiliary loss, with the counts of the step that is trained."""
 
@@ -38,12 +43,12 @@ class StepBalance:
     def of(cls, weight: float | None, model_config: Any) -> StepBalance | None:
         """Return the auxiliary loss with the given weight, else that of the model; None without one."""
         text_config = model_config.get_text_config()
-        own_weight = getattr(text_config, "router_aux_loss_coef", None)
-        if weight and own_weight is None:
+        if weight and not has_balance_loss(model_config):
             raise UserError(
                 f"--balance-loss is {weight}, but {text_config.model_type} models have no auxiliary loss; "
                 "leave it out"
             )
+        own_weight = getattr(text_config, "router_aux_loss_coef", None)
         if weight is None:
             weight = own_weight if getattr(text_config, "output_router_logits", False) else None
         return cls(weight) if weight else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from orchestrator.config.model import ModelSettings
 from orchestrator.config.settings import Config
 from orchestrator.data.documents.opening import open_divided, open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.errors import UserError
 from orchestrator.tasks.generation import Prompt
 from orchestrator.tasks.lm.adapters import add_adapters, leave_to_files, lora_options
-from orchestrator.tasks.lm.balance import StepBalance, balance_by_bias, counting
+from orchestrator.tasks.lm.balance import StepBalance, balance_by_bias, counting, has_balance_loss
 from orchestrator.tasks.lm.building import build_causal_lm, has_recurrence
 from orchestrator.tasks.lm.example_tokens import EXAMPLE_SAMPLES, ExampleTokens
 from orchestrator.tasks.lm.model_folder import (
@@ -69,11 +71,25 @@ class LanguageModel(Task):
         self.metrics = {"perplexity": Perplexity()}
         self._lora = lora_options(config.model)
         self._balance = StepBalance.of(config.moe.balance_loss, self.model_config)
+        self.settings_read = self._settings_taken(has_router_biases=False)
+
+    def _settings_taken(self, has_router_biases: bool) -> frozenset[str]:
+        """Return the settings that this model can take."""
+        names = {f.name for f in fields(ModelSettings)} - {"width", "layers", "vocabulary"}
+        names |= {"data", "validation_data", "packing", "train_on", "text_column"}
+        if has_balance_loss(self.model_config):
+            names.add("balance_loss")
+        if has_router_biases and self._lora is None:
+            names.add("balance_bias")
+        return frozenset(names)
 
     # --- the model
 
     def build_model(self) -> nn.Module:
+        from experts.transformers.router_bias import has_router_biases
+
         model = build_causal_lm(self.model_config)
+        self.settings_read = self._settings_taken(has_router_biases(model))
         balance_by_bias(model, self.config)
         if self._lora is not None:
             add_adapters(model, self._lora)

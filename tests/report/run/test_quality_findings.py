@@ -148,14 +148,22 @@ def test_even_experts_and_short_runs_are_no_finding(tmp_path: Path, fields: dict
     assert uneven_experts_finding(run_record(tmp_path, FakeRun(**fields))) is None
 
 
-def test_a_language_model_is_not_advised_to_have_other_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("taken", "advised"),
+    [
+        (("balance_loss",), ["--balance-loss"]),
+        (("balance_bias",), ["--balance-bias"]),
+        (("balance_loss", "top_k"), ["--balance-loss", "a"]),
+        ((), ["no"]),
+    ],
+)
+def test_uneven_experts_get_advice_that_the_run_can_take(
+    tmp_path: Path, taken: tuple[str, ...], advised: list[str]
 ) -> None:
-    """Its configuration has them."""
-    monkeypatch.setattr(FakeRun, "task", "lm")
-    finding = uneven_experts_finding(run_record(tmp_path, FakeRun(experts=8, skew=2.0)))
+    finding = uneven_experts_finding(run_record(tmp_path, FakeRun(experts=8, skew=2.0, taken=taken)))
     assert finding is not None
-    assert [line.split()[0] for line in finding.advice] == ["--balance-loss"]
+    assert [line.split()[0] for line in finding.advice] == advised
+    assert "--experts" not in " ".join(finding.advice)
 
 
 def test_page_and_summary_tell_uneven_experts_beside_the_verdict(tmp_path: Path) -> None:

@@ -92,25 +92,21 @@ def test_each_cause_is_found_with_advice(tmp_path, fields, bound_by, flag):
     assert 1 <= len(finding.advice) <= 3
 
 
-def test_language_models_get_no_advice_that_their_task_refuses(tmp_path, monkeypatch):
-    refused = ("--balance-bias", "--experts", "--top-k")
+@pytest.mark.parametrize(
+    ("taken", "advised"),
+    [
+        (("balance_loss",), ["--balance-loss"]),
+        (("balance_bias",), ["--balance-bias"]),
+        (("balance_loss", "balance_bias"), ["--balance-bias"]),
+        ((), []),
+    ],
+)
+def test_uneven_hosts_get_advice_that_the_run_can_take(tmp_path, taken, advised):
     fields = {"workers": 2, "experts": 8, "hosted": True, "skew": 1.0, "sizes": (64,)}
-    assert advised_flags(verdict_of(tmp_path / "a", **fields), *refused)
-    monkeypatch.setattr(FakeRun, "task", "lm")
-    finding = verdict_of(tmp_path / "b", **fields)
+    finding = verdict_of(tmp_path, taken=taken, **fields)
     assert finding.bound_by == "imbalance"
-    assert advised_flags(finding, *refused, "--balance-loss") == ["--balance-loss"]
-
-
-@pytest.mark.parametrize(("lora", "advised"), [(None, ["--balance-bias"]), (16, [])])
-def test_language_models_with_routing_biases_are_advised_to_move_them(tmp_path, monkeypatch, lora, advised):
-    """Adapters leave them as they are."""
-    monkeypatch.setattr(FakeRun, "task", "lm")
-    fields = {"workers": 2, "experts": 8, "hosted": True, "skew": 1.0, "sizes": (64,)}
-    record = run_record(tmp_path, FakeRun(**fields))
-    record.plan["model"] = {"router_biases": True}
-    record.config["model"] = {"lora": lora}
-    assert advised_flags(verdict(record), "--balance-bias") == advised
+    assert finding.advice
+    assert advised_flags(finding, "--balance-bias", "--balance-loss", "--experts", "--top-k") == advised
 
 
 def test_evidence_has_the_numbers(tmp_path):

@@ -64,6 +64,10 @@ class FakeRun:
     warnings: tuple[str, ...] = ()
     compiled: str = ""
     seed: int = 0
+    taken: tuple[str, ...] = (
+        "balance_bias", "balance_loss", "experts", "learning_rate", "top_k", "weight_decay",
+    )  # fmt: skip
+    """Settings of the model, its experts and its optimizer that the run can take."""
 
     @property
     def batch(self) -> int:

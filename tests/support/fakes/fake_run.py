@@ -68,6 +68,7 @@ def _plan(run: FakeRun) -> dict[str, Any]:
             {"name": "device.compile", "value": bool(run.compiled), "origin": "default"},
             {"name": "watch.trackers", "value": ["tensorboard"], "origin": "default"},
         ],
+        "model": {"settings": list(run.taken)},
         "hardware": {"device": run.device_name, "cores": 2, "ram": 8 * GIB, "torch": "2.13.0"},
     }
 

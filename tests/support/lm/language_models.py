@@ -12,7 +12,7 @@ from torch import nn
 
 from orchestrator.config.settings import Config
 from orchestrator.tasks.lm.task import LanguageModel
-from tests.support.lm.families import SIGMOID_ROUTER
+from tests.support.lm.families import LATENT_ATTENTION, SIGMOID_ROUTER
 from tests.support.lm.tokenizers import chat_tokenizer, save_tokenizer
 
 EXPERTS = 7
@@ -35,6 +35,15 @@ def save_tiny_glm(folder: Path) -> Path:
 
     experts = {**SIGMOID_ROUTER, "num_experts_per_tok": 2}
     return save_random(folder, transformers.Glm4MoeConfig(**{**common_sizes(), **experts}))
+
+
+def save_tiny_deepseek(folder: Path) -> Path:
+    """Write a tiny DeepSeek-V3 with random weights: a dense block, then blocks with shared experts."""
+    import transformers
+
+    experts = {**SIGMOID_ROUTER, **LATENT_ATTENTION, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    sizes = {name: size for name, size in common_sizes().items() if name != "head_dim"}
+    return save_random(folder, transformers.DeepseekV3Config(**{**sizes, **experts}))
 
 
 def common_sizes() -> dict[str, Any]:
