@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from experts.tokens.bounds import ExchangeBounds
@@ -37,6 +38,15 @@ class StepContext:
     counted_T: Tensor | None = None
     """For each token of the pass 1, or 0 for padding, which the counts of experts leave out. None: all
     tokens count."""
+
+    def positions(self, tokens: int, first_dimension: int, device: torch.device) -> Tensor:
+        """Return the positions in the global batch of the tokens of a pass.
+
+        Inputs may be flattened to (samples * tokens, width), so ``first_dimension`` counts samples only by
+        default."""
+        num_samples = self.num_samples or first_dimension
+        tokens_per_sample = tokens // max(1, num_samples)
+        return self.first_sample * tokens_per_sample + torch.arange(tokens, device=device)
 
 
 @dataclass

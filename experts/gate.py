@@ -192,10 +192,15 @@ def noise(
     size: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return factors uniform in 1 ± ``size`` for the tokens at these global positions.
+    """Return factors uniform in 1 ± ``size`` for the tokens at these global positions."""
+    return 1.0 + size * (2.0 * uniform(seed, position_T, width, dtype) - 1.0)
+
+
+def uniform(seed: int, position_T: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Return numbers uniform from 0 to below 1 for the tokens at these global positions.
 
     They are a function of the seed, the position and the column, so that any host draws the same
-    factors for a token. The hash is the finalizer of SplitMix64, in signed 64-bit integers: torch
+    numbers for a token. The hash is the finalizer of SplitMix64, in signed 64-bit integers: torch
     has no unsigned multiplication, so its constants are written as negative numbers and shifts are
     masked."""
     column_D = torch.arange(width, device=position_T.device)
@@ -203,8 +208,7 @@ def noise(
     first_TD = row_T1 + _spread(column_D, -4658895280553007687) + seed
     mixed_TD = mix_bits(first_TD)
     # The upper 24 bits: as many as fp32 holds exactly. The finalizer's last step changes lower bits only.
-    uniform_TD = ((mixed_TD >> 40) & 0xFFFFFF).to(dtype) / 2**24
-    return 1.0 + size * (2.0 * uniform_TD - 1.0)
+    return ((mixed_TD >> 40) & 0xFFFFFF).to(dtype) / 2**24
 
 
 def mix_bits(values: Tensor) -> Tensor:

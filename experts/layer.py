@@ -145,14 +145,7 @@ class MoELayer(RoutedExperts):
 
     def _positions(self, x_TD: Tensor, first_dimension: int) -> Tensor:
         """Return the positions of the tokens in the global batch."""
-        step = self.context.step
-        # Inputs may be flattened to (samples * tokens, width), so the first dimension counts
-        # samples only by default.
-        num_samples = step.num_samples or first_dimension
-        tokens = len(x_TD)
-        tokens_per_sample = tokens // max(1, num_samples)
-        first_position = step.first_sample * tokens_per_sample
-        return first_position + torch.arange(tokens, device=x_TD.device)
+        return self.context.step.positions(len(x_TD), first_dimension, x_TD.device)
 
     def _noise(self, x_TD: Tensor, first_dimension: int) -> Tensor:
         position_T = self._positions(x_TD, first_dimension)

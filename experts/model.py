@@ -19,6 +19,7 @@ from experts.context import MoEContext
 from experts.gate import Gate
 from experts.kernels.adapters import is_first_factor
 from experts.structure import Expert, LayerStructure
+from experts.token_dropout import token_dropouts
 
 
 def mix(*parts: object) -> int:
@@ -29,7 +30,10 @@ def mix(*parts: object) -> int:
 
 
 def attach(model: nn.Module, context: MoEContext) -> None:
-    """Share a context among the MoE layers of a model, and number the layers by their names."""
+    """Share a context among the MoE layers and dropouts of a model, and number them by their names."""
+    for name, dropout in token_dropouts(model):
+        dropout.context = context
+        dropout.layer_id = mix("dropout", name) >> 20
     for name, layer in moe_layers(model):
         layer.context = context
         # 43 bits, so that a seed plus a layer's id stays within int64.

@@ -61,7 +61,6 @@ IN_TASK = (
 LM = "with --task lm; data of other tasks is part of the task, and --data-dir the folder of its files"
 BOTH_BETAS = "both together, as in --betas 0.9 0.95"
 LORA_RANK = "the number is the rank of the adapters, with --task lm"
-NO_LORA_DROPOUT = "adapters have no dropout, as PEFT's on experts have none: leave it out"
 CHAT_TEMPLATE = (
     "the chat template is that of the model's tokenizer: leave it out, or put another chat_template.jinja "
     "into the model's folder"
@@ -395,7 +394,6 @@ ALIASES: Mapping[str, Alias] = {
     **_each("r lora_r lora_rank lora_dim peft_rank", Alias("lora", note=LORA_RANK)),
     **_each("lora_target lora_target_modules target_modules target_parameters", Alias("lora_targets")),
     **_each("lora_target_linear", Alias("lora_targets", _yes_no("all-linear", LEAVE_OUT))),
-    "lora_dropout": Alias(None, note=NO_LORA_DROPOUT),
     **_each(
         "qlora load_in_4bit load_in_8bit quantization quantization_bit quant_method bits bnb_4bit "
         "bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant double_quant quant_type",

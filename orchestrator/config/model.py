@@ -30,6 +30,9 @@ class ModelSettings:
     lora_targets: tuple[str, ...] = ()
     """Where adapters are: names of linear layers (q_proj), of the experts' parameters
     (experts.down_proj), or experts, attention, all-linear. Default: experts and all-linear."""
+    lora_dropout: float = 0.0
+    """Share of the inputs of adapters on linear layers that is dropped in training; adapters on experts have
+    no dropout. The same on any number of workers."""
     width: int | None = None
     """Width of the model (features per token)."""
     layers: int | None = None
@@ -47,9 +50,13 @@ class ModelSettings:
             raise ValueError("from_scratch needs a configuration to build: give --model FOLDER as well")
         at_least("lora", self.lora, 1)
         positive("lora_alpha", self.lora_alpha)
-        if self.lora is None and (self.lora_alpha is not None or self.lora_targets):
-            given = "lora_alpha" if self.lora_alpha is not None else "lora_targets"
-            raise ValueError(f"{given} is given without lora, the rank of adapters; give --lora 16 as well")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout is {self.lora_dropout}; it must be at least 0 and below 1")
+        given = [name for name in ("lora_alpha", "lora_targets", "lora_dropout") if getattr(self, name)]
+        if self.lora is None and given:
+            raise ValueError(
+                f"{given[0]} is given without lora, the rank of adapters; give --lora 16 as well"
+            )
 
 
 @dataclass(frozen=True)

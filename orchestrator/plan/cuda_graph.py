@@ -70,6 +70,8 @@ def _obstacle(config: Config, step: StepForm) -> str | None:
         return "the experts may change in training (--evolution off)"
     if step.experts_in_loop:
         return "the host counts the rows of each expert for the loop kernel"
+    if config.model.lora_dropout:
+        return "the dropout of adapters depends on the step"
     if config.moe.gate_jitter or config.moe.capacity_factor is not None:
         return "the gate's noise depends on the step, and a capacity on counts of the host"
     return None

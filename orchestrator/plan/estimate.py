@@ -67,6 +67,8 @@ class ModelFacts:
     """The part of ``expert_parameters`` that is not trained."""
     settings: tuple[str, ...] = ()
     """Settings of the model, its experts, data and optimizer that the run can take: something reads them."""
+    adapters: tuple[tuple[str, int, int], ...] = ()
+    """Kinds of layers of a model with adapters: the name, the layers that have adapters, and all layers."""
     limits_capacity: bool = False
     """Whether a MoE layer drops rows beyond a capacity."""
     counts_batches: bool = False

@@ -20,3 +20,12 @@ def trained_text(facts: ModelFacts) -> str | None:
         return None
     share = facts.trainable / facts.parameters
     return f"{facts.trainable:,} of {count_text(facts.parameters)} ({100 * share:.3g}%)"
+
+
+def adapters_text(facts: ModelFacts) -> str | None:
+    """Return how many layers of which kind have adapters, and which have none; None without adapters."""
+    if not facts.adapters:
+        return None
+    with_adapters = [f"{adapted} {name}" for name, adapted, _ in facts.adapters if adapted]
+    without = [f"{total - adapted} {name}" for name, adapted, total in facts.adapters if adapted < total]
+    return f"on {', '.join(with_adapters)}; none on {', '.join([*without, 'routers'])}"

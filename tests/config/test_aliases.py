@@ -144,7 +144,6 @@ def test_following_an_answer_gives_the_intended_config(tmp_path: Path):
 # Names of peers that have no setting here, with a value and the answer.
 PEERS_WORDS = {
     "arch": ("gpt2", "a model is part of a task"),
-    "lora_dropout": ("0.1", "adapters have no dropout"),
     "dpo": ("true", "preference and reward training (DPO, PPO, GRPO, …) do not exist here"),
     "reward_model": ("org/m", "preference and reward training (DPO, PPO, GRPO, …) do not exist here"),
     "push_to_hub": ("true", "training writes to the run folder alone: leave it out; when the run is done, "),

@@ -18,7 +18,8 @@ from experts.balance import moe_layers
 from experts.bank import MATRICES, ExpertBank
 from experts.kernels.adapters import Adapters
 from experts.model import fill_adapter, initialise_experts, mix
-from experts.transformers.lora.targets import find_targets, import_peft, short_names
+from experts.token_dropout import TokenDropout
+from experts.transformers.lora.targets import find_targets, import_peft, name_in_block
 
 NAME = "default"
 """The name that PEFT gives to the adapters of a model."""
@@ -32,15 +33,20 @@ Model = TypeVar("Model", bound=nn.Module)
 class LoraOptions:
     """The rank of all adapters; ``alpha`` / ``rank`` multiplies their products.
 
-    ``targets`` are names and words as in ``experts.transformers.lora.targets``; none for the usual ones."""
+    ``targets`` are names and words as in ``experts.transformers.lora.targets``; none for the usual ones.
+    ``dropout`` is the share of the inputs of adapters on linear layers that is dropped in training; adapters
+    on experts have no dropout, as PEFT's have none."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = ()
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0:
             raise ValueError(f"LoRA has rank {self.rank} and alpha {self.alpha}; both must be positive")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LoRA has dropout {self.dropout}; it must be at least 0 and below 1")
 
     @property
     def scale(self) -> float:
@@ -60,16 +66,32 @@ def add_lora(model: Model, options: LoraOptions) -> Model:
         )
     model.requires_grad_(False)
     if targets.linears:
-        config = peft_config(options, short_names(targets.linears, model))
-        # PEFT moves adapters in a way that fake tensors do not allow: they get memory afterwards.
-        with unset_fake_temporarily():
-            import_peft().inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
+        _adapt_linears(model, targets.linears, options)
         _allocate_adapters(model)
     if targets.matrices:
         for bank in banks:
             bank.adapt(Adapters(options.rank, options.scale, targets.matrices))
     initialise_lora(model, seed=0)
     return model
+
+
+def _adapt_linears(model: nn.Module, names: Sequence[str], options: LoraOptions) -> None:
+    """Replace linear layers by those of PEFT with adapters.
+
+    PEFT gets them in a module without a configuration: in that of some families it takes ``down_proj``, say,
+    of a dense block for the routed experts of older ``transformers``."""
+    holder = nn.Module()
+    for index, name in enumerate(names):
+        holder.add_module(f"linear{index}", model.get_submodule(name))
+    config = peft_config(options, [name for name, _ in holder.named_children()])
+    # PEFT moves adapters in a way that fake tensors do not allow: they get memory afterwards.
+    with unset_fake_temporarily():
+        import_peft().inject_adapter_in_model(config, holder, NAME, low_cpu_mem_usage=True)
+    for name, layer in zip(names, holder.children(), strict=True):
+        if options.dropout:
+            adapted: Any = layer
+            adapted.lora_dropout[NAME] = TokenDropout(options.dropout)
+        model.set_submodule(name, layer)
 
 
 def _allocate_adapters(model: nn.Module) -> None:
@@ -172,6 +194,28 @@ def has_lora(model: nn.Module) -> bool:
 def is_adapter(name: str) -> bool:
     """Whether a name is that of an adapter of PEFT in a linear layer."""
     return name.endswith((_FIRST, _SECOND))
+
+
+def count_adapted(model: nn.Module) -> tuple[tuple[str, int, int], ...]:
+    """Return each kind of linear layer and of experts' matrix by its name in a block, with the number of
+    those that have adapters and that of all. Empty for a model without adapters."""
+    if not has_lora(model):
+        return ()
+    adapted = {id(layer.base_layer) for _, _, layer in _adapted_layers(model)}
+    counts: dict[str, list[int]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and ".lora_" not in name:
+            count = counts.setdefault(name_in_block(name.removesuffix(".base_layer")), [0, 0])
+            count[0] += id(module) in adapted
+            count[1] += 1
+    for prefix, bank in _named_banks(model):
+        matrices = bank.form.adapters.matrices if bank.form.adapters is not None else ()
+        experts = name_in_block(prefix.removesuffix(".hosted.bank"))
+        for matrix in MATRICES:
+            count = counts.setdefault(f"{experts} ({matrix})", [0, 0])
+            count[0] += matrix in matrices
+            count[1] += 1
+    return tuple((name, with_adapters, total) for name, (with_adapters, total) in counts.items())
 
 
 def _adapted_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from experts.expert_state import split_experts, stacked_names
 from experts.kernels.adapters import adapted_matrix, is_first_factor
 from experts.transformers.lora.adapters import NAME, LoraOptions, has_lora, is_adapter, peft_config
-from experts.transformers.lora.targets import expert_parameters, find_targets, short_names
+from experts.transformers.lora.targets import expert_parameters, find_targets, peft_names
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -40,8 +40,10 @@ def save_lora(model: nn.Module, folder: Path, options: LoraOptions, base: str | 
 def adapter_config(model: nn.Module, options: LoraOptions, base: str | None = None) -> Any:
     """Return the config of PEFT for a model with adapters. The model may be without memory."""
     targets = find_targets(model, options.targets)
-    parameters = expert_parameters(model, targets.matrices) if targets.matrices else None
-    config = peft_config(options, short_names(targets.linears, model), parameters)
+    modules, weights = peft_names(model, targets.linears)
+    parameters = weights + expert_parameters(model, targets.matrices)
+    # PEFT refuses dropout beside adapters on parameters, and who loads these ones computes without it.
+    config = peft_config(options, modules, parameters or None)
     config.base_model_name_or_path = base
     config.inference_mode = True
     return config

@@ -74,15 +74,30 @@ def expert_parameters(model: nn.Module, matrices: Sequence[str]) -> list[str]:
     for prefix, module in model.named_modules():
         if is_experts_module(module):
             of_role = parameter_names(module)
-            names |= {f"{_after_index(prefix)}.{of_role[matrix]}" for matrix in matrices}
+            names |= {f"{name_in_block(prefix)}.{of_role[matrix]}" for matrix in matrices}
     return sorted(names)
 
 
-def read_as_experts(model: Any, leaf: str) -> bool:
+def name_in_block(name: str) -> str:
+    """Return the part of a module's name after the number of its layer."""
+    parts = name.split(".")
+    numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[-1] + 1 :]) if numbers else name
+
+
+def peft_names(model: nn.Module, linears: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the names of linear layers for PEFT: of modules, and of the weights of layers whose module's
+    name it would take for routed experts."""
+    names = short_names(linears, model)
+    as_experts = {leaf for leaf in {_leaf(name) for name in names} if _read_as_experts(model, leaf)}
+    modules = [name for name in names if _leaf(name) not in as_experts]
+    return modules, [f"{name}.weight" for name in names if _leaf(name) in as_experts]
+
+
+def _read_as_experts(model: Any, leaf: str) -> bool:
     """Whether PEFT takes the last part of a linear layer's name for experts of older ``transformers``.
 
-    So it does with ``gate_proj``, ``up_proj`` and ``down_proj`` of some families, and has no other
-    name for the layers of their shared experts."""
+    So it does with ``gate_proj``, ``up_proj`` and ``down_proj`` of some families."""
     peft: Any = import_peft()
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -123,18 +138,8 @@ def _linears(model: Any, names: Sequence[str], target: str) -> list[str]:
         output = model.get_output_embeddings()
         outputs = {name for name, module in model.named_modules() if module is output}
         usual = [name for name in names if name not in outputs and not _is_router(name)]
-        readable = {leaf for leaf in {_leaf(name) for name in usual} if not read_as_experts(model, leaf)}
-        usual = [name for name in usual if _leaf(name) in readable]
         return [name for name in usual if _is_attention(name)] if target == ATTENTION else usual
-    found = [name for name in names if _ends_with(name, target)]
-    refused = sorted({_leaf(name) for name in found if read_as_experts(model, _leaf(name))})
-    if refused:
-        raise ValueError(
-            f"PEFT reads {', '.join(refused)} of a {model.config.model_type} model as its routed experts: "
-            f"adapters on {found[0]} could not be loaded again. Give {EXPERTS} for the routed experts, or "
-            "leave the name out"
-        )
-    return found
+    return [name for name in names if _ends_with(name, target)]
 
 
 def _is_router(name: str) -> bool:
@@ -151,13 +156,6 @@ def _ends_with(name: str, target: str) -> bool:
 
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _after_index(name: str) -> str:
-    """Return the part of a module's name after the number of its layer."""
-    parts = name.split(".")
-    numbers = [position for position, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[numbers[-1] + 1 :]) if numbers else name
 
 
 def _unknown(model: nn.Module, experts: Sequence[Any], target: str) -> str:

@@ -19,6 +19,7 @@ from experts.balance import moe_layers
 from experts.bank import ExpertBank
 from experts.gate import Gate
 from experts.routed import RoutedExperts
+from experts.transformers.lora.adapters import count_adapted
 from orchestrator.data.ray_rows import RayRows
 from orchestrator.data.source import LoaderSettings
 from orchestrator.errors import OrchestratorError, UserError
@@ -365,6 +366,7 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
         expert_weights=tuple(_expert_parameters(layer) for layer in layers),
         frozen_experts=_parameters_within(model, ExpertBank, trained=False),
         settings=tuple(sorted(settings_taken(task, own_optimizer, _has_own_schedule(task)))),
+        adapters=count_adapted(model),
         counts_batches=small.count == traced.twice.count,
         limits_capacity=any(layer.capacity is not None for layer in layers),
         structure=_structure_hash(model),

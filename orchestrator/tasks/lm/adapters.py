@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from experts.token_dropout import token_dropouts
 from experts.transformers.files.fingerprint import fingerprint
 from experts.transformers.lora.adapters import LoraOptions, add_lora
 from orchestrator.config.model import ModelSettings
@@ -18,7 +19,7 @@ def lora_options(settings: ModelSettings) -> LoraOptions | None:
     if settings.lora is None:
         return None
     alpha = 2.0 * settings.lora if settings.lora_alpha is None else settings.lora_alpha
-    return LoraOptions(settings.lora, alpha, settings.lora_targets)
+    return LoraOptions(settings.lora, alpha, settings.lora_targets, settings.lora_dropout)
 
 
 def add_adapters(model: nn.Module, options: LoraOptions) -> None:
@@ -27,6 +28,11 @@ def add_adapters(model: nn.Module, options: LoraOptions) -> None:
         add_lora(model, options)
     except (ValueError, ImportError) as error:
         raise UserError(f"--lora {options.rank}: {error}") from None
+    if options.dropout and not token_dropouts(model):
+        raise UserError(
+            f"--lora-dropout is {options.dropout}, but only experts have adapters here, and those have no "
+            "dropout; leave it out, or add linear layers to --lora-targets"
+        )
 
 
 def leave_to_files(model: nn.Module, folder: Path | None) -> None:

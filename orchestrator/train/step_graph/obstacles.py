@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from experts.balance import gated_layers, moe_layers
+from experts.token_dropout import token_dropouts
 from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.optim import has_fp64
 from orchestrator.train.parts.precision import Precision
@@ -42,6 +43,8 @@ def _optimizer_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _experts_obstacle(model: nn.Module, precision: Precision, device: torch.device) -> str | None:
+    for name, _ in token_dropouts(model):
+        return f"the dropout {name} depends on the step"
     for name, layer in gated_layers(model):
         if layer.jitter:
             return f"the noise of the gate {name} depends on the step"

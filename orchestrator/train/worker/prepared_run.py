@@ -13,7 +13,7 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory, secret_values
 from orchestrator.plan.planning import Plan
-from orchestrator.plan.reasons import trained_text
+from orchestrator.plan.reasons import adapters_text, trained_text
 from orchestrator.redaction import Secrets, longest_first, secrets_in
 from orchestrator.tasks.task import Task
 from orchestrator.train.checkpoint.saved_experts import SavedExperts
@@ -103,9 +103,11 @@ def banner_rows(
     facts = prepared.facts
     task = f"{prepared.resolved.config.task} ({_model_text(facts, saved)})"
     trained = trained_text(facts)
+    adapters = adapters_text(facts)
     return [
         ("task", task),
         *([("trained parameters", trained)] if trained else []),
+        *([("adapters", adapters)] if adapters else []),
         *([("evolution", _evolution_text(plan))] if plan.evolution_rules is not None else []),
         ("data", _data_text(facts)),
         ("processes", _processes_text(plan)),

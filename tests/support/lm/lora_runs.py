@@ -62,11 +62,24 @@ def fill_adapters(model: nn.Module) -> None:
         fill_normal(tensor, 0.3, mix(name))
 
 
-def train_lora(name: str, world: World, moves: bool = False, data_parallel: bool = False) -> LoraRun:
+def train_lora(
+    name: str,
+    world: World,
+    moves: bool = False,
+    data_parallel: bool = False,
+    options: LoraOptions = OPTIONS,
+    micro_batch: int = 2,
+) -> LoraRun:
     """Train adapters with our experts, two samples at a time. ``moves``: experts move between two hosts."""
     host_of = None if data_parallel else placement(name, world.size)
     stepper, feed = make_stepper(
-        LoraTask(name), 2, GLOBAL_BATCH, 1e-3, clip_norm=1e9, world=world, host_of=host_of
+        LoraTask(name, options=options),
+        micro_batch,
+        GLOBAL_BATCH,
+        1e-3,
+        clip_norm=1e9,
+        world=world,
+        host_of=host_of,
     )
     model = stepper.strategy.model
     losses: list[float] = []
@@ -82,13 +95,18 @@ def train_lora(name: str, world: World, moves: bool = False, data_parallel: bool
 
 
 def lora_on_hosts(
-    rank: int, size: int, store: str, names: Sequence[str], moves: bool = False
+    rank: int,
+    size: int,
+    store: str,
+    names: Sequence[str],
+    moves: bool = False,
+    options: LoraOptions = OPTIONS,
 ) -> dict[str, LoraRun]:
     runs: dict[str, LoraRun] = {}
     for name in names:
         path = f"{store}-{names.index(name)}"
         with process_group_world(file_store(path, size), rank, size, CPU, "gloo", 60) as world:
-            runs[name] = train_lora(name, world, moves)
+            runs[name] = train_lora(name, world, moves, options=options)
     return runs
 
 

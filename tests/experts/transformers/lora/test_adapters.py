@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,14 +10,17 @@ import torch
 
 from experts.expert_state import stacked_names
 from experts.model import place
+from experts.token_dropout import token_dropouts
 from experts.transformers.lora.adapters import (
     LoraOptions,
     add_lora,
+    count_adapted,
     initialise_lora,
     merge_lora,
     shorten_frozen,
     without_adapters,
 )
+from experts.transformers.lora.targets import find_targets
 from experts.transformers.registration import restore, use
 from orchestrator.train.parts.world import World
 from tests.support.faults.planted_faults import by_expert
@@ -78,6 +82,43 @@ def test_workers_in_data_parallel_train_the_adapters_of_one_process() -> None:
     assert workers[0].losses == pytest.approx(expected.losses, rel=1e-10)
     for worker in workers:
         assert worst(in_peft_names([worker.weights]), expected.weights) <= 1e-9
+
+
+def test_dropout_is_the_same_on_hosts_and_in_micro_batches_of_any_size() -> None:
+    options = replace(OPTIONS, dropout=0.4)
+    expected = train_lora("DeepSeek-V3", World.single_process(), options=options)
+    hosts = [ranks["DeepSeek-V3"] for ranks in run_ranks(lora_on_hosts, 2, ["DeepSeek-V3"], False, options)]
+    whole = train_lora("DeepSeek-V3", World.single_process(), options=options, micro_batch=5)
+    for found in (hosts, [whole]):
+        assert found[0].losses == pytest.approx(expected.losses, rel=1e-10)
+        weights = in_peft_names([run.weights for run in found])
+        assert worst(weights, in_peft_names([expected.weights])) <= 1e-9
+    without = train_lora("DeepSeek-V3", World.single_process())
+    assert all(abs(a - b) > 1e-4 for a, b in zip(expected.losses, without.losses, strict=True))
+
+
+def test_a_model_with_dropout_is_evaluated_without_it() -> None:
+    model = LoraTask("DeepSeek-V3", options=replace(OPTIONS, dropout=0.4)).build_model()
+    without = LoraTask("DeepSeek-V3").build_model()
+    assert len(token_dropouts(model)) == len(find_targets(model, ()).linears)
+    assert torch.equal(model.eval()(input_ids=tokens(3)).logits, without.eval()(input_ids=tokens(3)).logits)
+    assert not torch.equal(model.train()(input_ids=tokens(3)).logits, without(input_ids=tokens(3)).logits)
+
+
+def test_layers_with_and_without_adapters_are_counted() -> None:
+    counts = {name: numbers for name, *numbers in count_adapted(LoraTask("DeepSeek-V3").build_model())}
+    assert counts["self_attn.q_a_proj"] == [3, 3]
+    assert counts["mlp.gate_proj"] == [1, 1]
+    assert counts["mlp.shared_experts.down_proj"] == [2, 2]
+    assert counts["mlp.experts (up)"] == [2, 2]
+    assert counts["lm_head"] == [0, 1]
+    some = LoraOptions(2, 4.0, ("experts.down_proj", "model.layers.1.self_attn.o_proj"))
+    counts = {
+        name: numbers for name, *numbers in count_adapted(LoraTask("DeepSeek-V3", options=some).build_model())
+    }
+    assert counts["self_attn.o_proj"] == [1, 3]
+    assert (counts["mlp.experts (up)"], counts["mlp.experts (down)"]) == ([0, 2], [2, 2])
+    assert count_adapted(use(build("DeepSeek-V3"))) == ()
 
 
 def test_only_adapters_are_trained() -> None:

@@ -6,7 +6,14 @@ import pytest
 import torch
 import transformers
 
-from experts.transformers.lora.targets import Targets, expert_parameters, find_targets, short_names
+from experts.transformers.lora.targets import (
+    Targets,
+    expert_parameters,
+    find_targets,
+    linear_names,
+    peft_names,
+    short_names,
+)
 from experts.transformers.registration import use
 from tests.support.lm.families import COMMON, FAMILIES, build
 
@@ -80,9 +87,17 @@ def test_words_that_would_be_refused_are_not_offered() -> None:
         find_targets(gpt2(), ("q_proj",))
 
 
-def test_layers_of_shared_experts_are_refused_where_peft_reads_them_as_routed_ones() -> None:
-    with pytest.raises(ValueError, match="PEFT reads down_proj of a qwen3_next model as its routed experts"):
-        find_targets(use(build("Qwen3-Next")), ("shared_expert.down_proj",))
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-Next"])
+def test_dense_blocks_and_shared_experts_get_adapters_where_peft_reads_them_as_routed_ones(name: str) -> None:
+    model = use(build(name))
+    targets = find_targets(model, ())
+    usual = {each for each in linear_names(model) if not each.endswith(("lm_head", ".shared_expert_gate"))}
+    assert set(targets.linears) == usual
+    modules, weights = peft_names(model, targets.linears)
+    assert weights == ["down_proj.weight", "gate_proj.weight", "up_proj.weight"]
+    assert not {"down_proj", "gate_proj", "up_proj"} & set(modules)
+    chosen = find_targets(model, (targets.linears[-1],)).linears
+    assert peft_names(model, chosen) == ([], [f"{targets.linears[-1]}.weight"])
 
 
 def test_names_for_peft_are_short_unless_they_stand_for_other_layers_too() -> None:
