@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +22,22 @@ class QueuedWaits(DeviceWaits):
 
     def __init__(self) -> None:
         super().__init__(CPU)
-        self.queue = deque[int]()
+        self.stream = 0
+        self.queues = defaultdict[int, deque[tuple[Any, int]]](deque)
 
-    def _write(self, position: int) -> None:
-        self.queue.append(position)
+    @property
+    def queue(self) -> deque[tuple[Any, int]]:
+        return self.queues[self.stream]
+
+    def _current_stream(self) -> int:
+        return self.stream
+
+    def _write(self, waits: Any, position: int) -> None:
+        self.queue.append((waits, position))
 
     def pass_points(self, num_points: int) -> None:
         for _ in range(num_points):
-            super()._write(self.queue.popleft())
+            super()._write(*self.queue.popleft())
 
     def record_waits(self, num_waits: int) -> None:
         for _ in range(2 * num_waits):
@@ -55,6 +64,21 @@ def test_a_device_that_computes_between_two_collectives_does_not_wait() -> None:
     assert waits.observe() == (1, False)
     waits.pass_points(1)
     assert waits.observe() == (1, True)
+
+
+def test_another_stream_does_not_end_the_wait_of_a_stream() -> None:
+    """FSDP2 gathers the next weights on a stream of its own, while the tokens of a peer are awaited."""
+    waits = QueuedWaits()
+    waits.record_waits(1)
+    waits.pass_points(1)
+    waits.stream = 1
+    waits.record_waits(1)
+    assert waits.observe() == (0, True)
+    waits.pass_points(2)
+    assert waits.observe() == (1, True), "the gather is done, the tokens are still awaited"
+    waits.stream = 0
+    waits.pass_points(1)
+    assert waits.observe() == (2, False)
 
 
 def test_a_device_without_a_queue_has_done_all_that_was_recorded() -> None:
