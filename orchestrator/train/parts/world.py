@@ -38,8 +38,6 @@ class World:
     """Forms the groups of one generation, which can be left; None where the group lasts to the end."""
     cpu_group: Group | None = None
     """The group for tensors in host memory, where ``group`` carries only tensors on devices."""
-    published_keys: list[str] = field(default_factory=list, compare=False)
-    """Keys of the store that this worker has set for the others to read."""
     secret: str = field(default="", repr=False)
     """The secret of the run, by which the workers know each other's values in the store."""
 
@@ -209,21 +207,27 @@ class World:
     def broadcast_value(self, name: str, value: Any) -> Any:
         """Return the plain value of the lowest rank that has one; ranks without one pass None.
 
-        ``name`` is used once per generation of the group.
+        All workers must call it with the same name. The value is sent by collectives and not through
+        the store, where others might reach it.
         """
         if self.size == 1:
             return value
         source = -self.all_reduce_max([-float(self.rank if value is not None else self.size)])[0]
         if source == self.size:
             return None
-        store = self._store
-        key = f"broadcast_value/{name}"
-        # Every worker has passed the all-reduce above, so all have read the values published before it.
-        while self.published_keys:
-            store.delete_key(self.published_keys.pop())
-        if source == self.rank:
-            self.published_keys.extend(put_value(store, key, value, self.secret))
-        return self._wait_for_value(key)
+        text = json.dumps([name, value]).encode() if source == self.rank else b""
+        length = int(self.all_reduce_max([len(text)])[0])
+        # The others add zeros: the sum is the text of one worker.
+        sent = torch.zeros(length, dtype=torch.uint8)
+        if text:
+            sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        sent_name, sent_value = json.loads(bytes(self.all_reduce(sent).numpy()))
+        if sent_name != name:
+            raise RuntimeError(
+                f"worker {self.rank} waited for the value {name!r}; worker {source:.0f} sent {sent_name!r}: "
+                "they do not do the same steps"
+            )
+        return sent_value
 
     def _wait_for_value(self, key: str) -> Any:
         """Wait for a value of another worker. Anything else under its key counts as missing."""
