@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from orchestrator.config.nearest import did_you_mean
 from orchestrator.errors import OrchestratorError, UserError
+from orchestrator.interrupts import ignore_signals, interrupt_on_signals
 from orchestrator.redaction import MaskedStream
 from orchestrator.types import VERSION, printable
 
@@ -56,11 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
+        # Before anything slow: a verb that has begun to start processes must be able to end them.
+        interrupt_on_signals()
         _mask_output()
     try:
         try:
             return _run_verb(arguments)
         finally:
+            ignore_signals()  # the verb has cleaned up, and the program ends
             sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_has_left():

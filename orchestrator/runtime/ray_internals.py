@@ -13,6 +13,8 @@ Run on Ray 2.60; 2.56 and 2.58 have the same names, and ran all but the start wi
 from __future__ import annotations
 
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -365,6 +367,37 @@ def fewer_services() -> Iterator[None]:
         ),
         # Ray looks for the packages of the dashboard by importing them.
         _replaced(ray_utils, get_dashboard_dependency_error=lambda: "not needed"),
+    ):
+        yield
+
+
+@contextmanager
+def kept_sigterm_handler() -> Iterator[None]:
+    """Keep ``ray.init`` from replacing the process's handler of SIGTERM.
+
+    Ray's own ends the process with exit code 15 or 1, wherever it is, even while the cluster starts. Its
+    C++ part installs another one, which prints stacks and may abort. Ray has no option for either.
+    """
+    from ray._private import utils as ray_utils
+    from ray._private import worker as ray_worker
+
+    connect = ray_worker.connect
+    sigterm = {signal.SIGTERM}
+
+    def connect_undisturbed(*arguments: Any, **named: Any) -> Any:
+        handler = signal.getsignal(signal.SIGTERM)
+        # Ray's processes run already, and do not inherit this. A signal waits for our handler.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, sigterm)
+        try:
+            return connect(*arguments, **named)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    with (
+        _replaced(ray_utils, set_sigterm_handler=_do_nothing),
+        _replaced(ray_worker, connect=connect_undisturbed),
     ):
         yield
 

@@ -14,6 +14,7 @@ import ray
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
+from orchestrator.interrupts import interruptible, shielded
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.cpu import usable_cores
 from orchestrator.plan.inventory.hardware import inventory, secret_values, visible_gpus
@@ -25,6 +26,7 @@ from orchestrator.runtime.ray_internals import (
     fewer_services,
     find_local_cluster,
     hidden_worker_output,
+    kept_sigterm_handler,
     masked_entrypoint,
     reload_auth_mode,
 )
@@ -64,7 +66,14 @@ _RAY_SETTINGS = {
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     "TUNE_WARN_THRESHOLD_S": "60",
 }
-_QUIET_SETTINGS = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+_OWN_CLUSTER_SETTINGS = {
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # If this process is killed, the cluster's head dies with it. Agents of the node would look for the head
+    # for a minute.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+}
+"""For a cluster that is started for a run."""
 _SYSTEM_CONFIG = {
     # Ray would start a process for each CPU and wait for it. A run has other processes, which
     # import what they need as they start (``prestart``).
@@ -81,8 +90,15 @@ _QUIET_INIT: dict[str, Any] = {
 def session(config: Config, note: Note) -> Iterator[bool]:
     """Provide a cluster for one run; yield whether it was joined, and not started for the run.
 
-    The environment is restored at the end, and a session that was open before stays open.
+    The environment is restored at the end, and a session that was open before stays open. SIGTERM ends it
+    as SIGINT does, with KeyboardInterrupt.
     """
+    with interruptible(), _session(config, note) as joined:
+        yield joined
+
+
+@contextmanager
+def _session(config: Config, note: Note) -> Iterator[bool]:
     settings = _RAY_SETTINGS | _timeouts(config.parallel.step_timeout_s(hosts=False))
     environment = dict(os.environ)
     for name, value in settings.items():
@@ -96,8 +112,10 @@ def session(config: Config, note: Note) -> Iterator[bool]:
             yield joined
     finally:
         if opens_session:
-            ray.shutdown()
-        _restore_environment(environment, {*settings, *_QUIET_SETTINGS, AUTH_MODE, "CUDA_VISIBLE_DEVICES"})
+            with shielded():
+                ray.shutdown()
+        changed = {*settings, *_OWN_CLUSTER_SETTINGS, AUTH_MODE, "CUDA_VISIBLE_DEVICES"}
+        _restore_environment(environment, changed)
         if opens_session:
             reload_auth_mode()
 
@@ -152,7 +170,7 @@ def _cluster_address(requested: str) -> str | None:
 def _join(address: str, flag: str) -> None:
     present_token(address)
     try:
-        with _masked_command():
+        with _masked_command(), shielded(), kept_sigterm_handler():
             ray.init(address=address, **_QUIET_INIT)
     except Exception as error:  # ConnectionError, RuntimeError and others, depending on how far Ray got
         raise ResourceError(
@@ -234,10 +252,10 @@ def _start(config: Config, note: Note) -> None:
     if not gpus and workers > cores:
         who = "workers and spares" if num_spares(config) else "workers"
         note(f"{workers} {who} on {cores} cores: the cluster started for this run declares {slots} CPU slots")
-    for name, value in _QUIET_SETTINGS.items():
+    for name, value in _OWN_CLUSTER_SETTINGS.items():
         os.environ.setdefault(name, value)
     prepare_token()
-    with _masked_command(), fewer_services(), preloading_planner():
+    with _masked_command(), fewer_services(), preloading_planner(), shielded(), kept_sigterm_handler():
         ray.init(
             address="local",
             num_cpus=slots,
