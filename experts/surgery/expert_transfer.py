@@ -28,6 +28,8 @@ class Slot:
     is_scalar: bool
     on_host: bool = False
     """Whether it is in host memory, as some optimizers have their step counters."""
+    roles: tuple[str, ...] | None = None
+    """The roles whose stacks have it; None for all. Muon keeps other tensors of biases than of matrices."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class StateSpec:
     knows them by itself."""
 
     def slots_of(self, role: str) -> tuple[Slot, ...]:
-        return () if role in self.frozen else self.slots
+        if role in self.frozen:
+            return ()
+        return tuple(slot for slot in self.slots if slot.roles is None or role in slot.roles)
 
     def values_of(self, role: str) -> dict[str, Any]:
         return {} if role in self.frozen else dict(self.values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from experts.routed import RoutedExperts
 from experts.surgery.expert_transfer import Slot, StateSpec
+from orchestrator.errors import UserError
 from orchestrator.train.parts.world import World
 
 
 def state_spec(layer: RoutedExperts, optimizer: torch.optim.Optimizer, world: World) -> StateSpec:
-    """Return the optimizer state of a layer's experts. A host without any learns it from the others."""
+    """Return the optimizer state of a layer's experts. A host without any learns it from the others.
+
+    Raises UserError on all hosts if the optimizer of some has other parameter groups."""
     number_of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
     groups = {role: number_of.get(id(stack)) for _, role, stack in layer.bank.stacks()}
     frozen = {
@@ -22,24 +25,39 @@ def state_spec(layer: RoutedExperts, optimizer: torch.optim.Optimizer, world: Wo
     }
     own: dict[str, Any] | None = None
     if layer.bank.held:
-        trained = [stack for _, _, stack in layer.bank.stacks() if stack.requires_grad]
+        trained = {role: stack for _, role, stack in layer.bank.stacks() if stack.requires_grad}
         own = _described(trained, optimizer) | {"frozen": frozen, "groups": groups}
-    described = [entry for entry in world.gather_values(own) if entry is not None]
+    gathered = world.gather_values([own, len(optimizer.param_groups)])
+    _check_groups([num_groups for _, num_groups in gathered])
+    described = [entry for entry, _ in gathered if entry is not None]
     return _spec(max(described, key=lambda entry: len(entry["slots"]))) if described else StateSpec()
 
 
-def _described(trained: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the form of trained stacks and of the optimizer's state of them, as plain values."""
+def _check_groups(numbers: Sequence[int]) -> None:
+    if len(set(numbers)) > 1:
+        raise UserError(
+            f"the optimizer has {' and '.join(map(str, sorted(set(numbers))))} parameter groups on different "
+            "hosts, so that experts cannot change hosts; let build_optimizer return the same groups whatever "
+            "parameters it gets, some of them empty, or use --evolution off --rebalance off"
+        )
+
+
+def _described(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the form of trained stacks, one for each role, and of the optimizer's state, as plain values."""
     if not trained:
         return {"slots": [], "values": {}, "dtype": None}
-    state: dict[str, Any] = optimizer.state.get(trained[0], {})
-    slots = [
-        [name, _name_of(value.dtype), value.ndim == 0, value.device.type == "cpu"]
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-    ]
-    values = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-    return {"slots": slots, "values": values, "dtype": _name_of(trained[0].dtype)}
+    roles_of: dict[tuple[str, str, bool, bool], list[str]] = {}
+    values: dict[str, Any] = {}
+    for role, stack in trained.items():
+        for name, value in optimizer.state.get(stack, {}).items():
+            if isinstance(value, Tensor):
+                slot = (name, _name_of(value.dtype), value.ndim == 0, value.device.type == "cpu")
+                roles_of.setdefault(slot, []).append(role)
+            else:
+                values[name] = value
+    slots = [[*slot, roles] for slot, roles in roles_of.items()]
+    dtype = next(iter(trained.values())).dtype
+    return {"slots": slots, "values": values, "dtype": _name_of(dtype)}
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -47,7 +65,10 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _spec(fields: dict[str, Any]) -> StateSpec:
-    slots = [Slot(name, getattr(torch, dtype), *places) for name, dtype, *places in fields["slots"]]
+    slots = [
+        Slot(name, getattr(torch, dtype), is_scalar, on_host, tuple(roles))
+        for name, dtype, is_scalar, on_host, roles in fields["slots"]
+    ]
     dtype = getattr(torch, fields["dtype"]) if fields["dtype"] else None
     frozen = {role: getattr(torch, name) for role, name in fields["frozen"].items()}
     return StateSpec(tuple(slots), dtype, fields["values"], frozen, fields["groups"])

@@ -1,0 +1,61 @@
+"""The form of the optimizer's state of experts, which all hosts agree on before experts change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from experts.bank import ExpertBank, ExpertForm
+from experts.model import initialise_experts
+from experts.structure import Change
+from experts.surgery.surgery import Surgery, change_layer
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.train.evolution.optimizer_state import state_spec
+from orchestrator.train.parts.named_optimizers import build_named_optimizer
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
+from tests.support.hosts.ranks import run_ranks
+from tests.support.moe.surgery import WIDTH, make, train_step
+
+KINDS = ["adamw", "sgd", "muon"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_role_keeps_its_own_state_when_experts_change(kind: str) -> None:
+    """Muon trains matrices with one tensor of state, and biases as AdamW does."""
+    model, _ = make((6, 5, 6), 1, steps=0)
+    form = ExpertForm(bias=True)
+    model.moe.bank = ExpertBank(WIDTH, (6, 5, 6), form)
+    initialise_experts(model.moe.bank, "moe.bank", form.roles, 0)
+    model.double()
+    optimizer = build_named_optimizer(model, Config.of(optimizer=kind).optim, fused=False)
+    train_step(model, optimizer, 0)
+    before = {name: optimizer.state[stack] for name, stack in model.moe.bank.named_parameters()}
+    spec = state_spec(model.moe, optimizer, World.single_process())
+    change = Change("moved", 0, (0,), "a test", hosts=((0,),))
+    change_layer(model, model.moe, change, Surgery(optimizer, spec, seed=0, step=1))
+    for name, stack in model.moe.bank.named_parameters():
+        state = optimizer.state[stack]
+        assert state is not before[name], "the stack is a new one"
+        assert state.keys() == before[name].keys()
+        assert all(torch.equal(state[slot], value) for slot, value in before[name].items())
+    train_step(model, optimizer, 1)
+
+
+def error_on_host(rank: int, size: int, store: str) -> str:
+    model, _ = make((6, 6), 1, steps=0)
+    parameters: list[nn.Parameter] = list(model.parameters())
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    optimizer = torch.optim.SGD(parameters if rank else groups, lr=0.1)
+    with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
+        with pytest.raises(UserError) as caught:
+            state_spec(model.moe, optimizer, world)
+        return str(caught.value)
+
+
+def test_hosts_with_different_parameter_groups_are_refused_on_all() -> None:
+    first, second = run_ranks(error_on_host, 2)
+    assert first == second
+    assert "has 1 and 2 parameter groups on different hosts" in first
