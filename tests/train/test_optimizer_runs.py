@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from orchestrator.record.files.events import by_step, of_kind, read_events
 from orchestrator.train.checkpoint.files import load
@@ -87,3 +88,15 @@ def test_a_run_whose_experts_change_resumes_with_muon_and_its_average(tmp_path: 
     evolving.run(tmp_path / "parts", **second)
     whole, parts = (by_step(read_events(tmp_path / name / "events.jsonl")) for name in ("whole", "parts"))
     assert [event["loss"] for event in parts] == [event["loss"] for event in whole]
+
+
+def test_sgd_without_momentum_resumes_with_its_average(tmp_path: Path) -> None:
+    """The average is then the only state of a parameter."""
+    settings: dict[str, Any] = AVERAGED | {"optimizer": "sgd", "momentum": 0.0}
+    _, whole = run_loop(tmp_path / "whole", max_steps=4, **settings)
+    run_loop(tmp_path / "parts", max_steps=2, **settings)
+    _, parts = run_loop(tmp_path / "parts", max_steps=4, resume="auto", **settings)
+    assert parts == whole
+    first, second = (load(tmp_path / name / "checkpoints" / "step_00000004") for name in ("whole", "parts"))
+    for key, tensor in first.tensors["optimizer"].items():
+        assert torch.equal(second.tensors["optimizer"][key], tensor), key

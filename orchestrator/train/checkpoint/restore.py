@@ -40,11 +40,12 @@ from orchestrator.train.strategies.fsdp import copy_into, shard_like
 _STATISTICS = ".statistics.sums"
 """The end of the names of routing statistics."""
 _ADAM_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
-_KNOWN_SLOTS: Mapping[type, Set[str]] = {
-    torch.optim.AdamW: _ADAM_SLOTS,
-    AdamW: _ADAM_SLOTS,
-    torch.optim.Adam: _ADAM_SLOTS,
-    torch.optim.SGD: frozenset({"momentum_buffer"}),
+_KNOWN_SLOTS: Mapping[type, Sequence[Set[str]]] = {
+    torch.optim.AdamW: (_ADAM_SLOTS,),
+    AdamW: (_ADAM_SLOTS,),
+    torch.optim.Adam: (_ADAM_SLOTS,),
+    # Without momentum it has none, and a run may be resumed with another momentum.
+    torch.optim.SGD: (frozenset({"momentum_buffer"}), frozenset()),
 }
 """The slots of torch's usual optimizers: counters, and tensors like the parameter.
 
@@ -260,10 +261,9 @@ def _check_slots(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.P
         slots = optimizer.state.get(parameter)
         if not slots:
             continue
-        if slots.keys() - {"max_exp_avg_sq", SLOT} != known:
-            raise ValueError(
-                f"the optimizer keeps {', '.join(sorted(known))} of {name}, not {', '.join(sorted(slots))}"
-            )
+        if slots.keys() - {"max_exp_avg_sq", SLOT} not in known:
+            needed = ", ".join(sorted(known[0]))
+            raise ValueError(f"the optimizer keeps {needed} of {name}, not {', '.join(sorted(slots))}")
         for slot, value in slots.items():
             # A counter is a scalar of any type; a moment is like its parameter.
             is_counter = slot == "step"
