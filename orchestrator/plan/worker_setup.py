@@ -89,7 +89,7 @@ def worker_group(
     else:
         sharding = choose_sharding(config, facts, count, limit_bytes, on_gpu, evolves)
         model_sharding = ModelSharding(count, sharding.value, config.parallel.cpu_offload)
-    check_whole_weights(config, sharding)
+    check_whole_weights(config, facts, sharding)
     return WorkerSetup(
         strategy,
         device,

@@ -270,11 +270,11 @@ def choose_dense_sharding(
     return Choice(chosen, reason, rejected)
 
 
-def check_whole_weights(config: Config, sharding: Choice[ShardingForm]) -> None:
+def check_whole_weights(config: Config, facts: ModelFacts, sharding: Choice[ShardingForm]) -> None:
     """Raise UserError if the plan shards weights that the optimizer needs whole.
 
     Sharding that is asked for is refused with the settings already."""
-    if sharding.value != "none" and config.optim.needs_whole_weights:
+    if sharding.value != "none" and config.optim.needs_whole_weights and not facts.own_optimizer:
         raise UserError(
             f"--optimizer {config.optim.optimizer} needs whole weights, and they have to be sharded "
             f"({sharding.value}): {sharding.reason}; choose adamw, or give more memory"

@@ -260,6 +260,8 @@ def test_a_plan_that_must_shard_refuses_an_optimizer_of_whole_weights(optimizer:
     assert planned(FOUR_SMALL, big).sharding.value != "none"
     with pytest.raises(UserError, match=f"--optimizer {optimizer} needs whole weights, and they have to be"):
         planned(FOUR_SMALL, big, optimizer=optimizer)
+    own = replace(big, own_optimizer=True)
+    assert planned(FOUR_SMALL, own, optimizer=optimizer).sharding.value != "none", "it is not used"
 
 
 def test_compiled_experts_on_hosts_are_not_recomputed():
