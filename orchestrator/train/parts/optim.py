@@ -115,6 +115,8 @@ class ScheduledOptimizer:
         """Return whether the optimizer's step was called, which may skip the update on the device."""
         if not self.keeps_rates:
             self.set_rates(step)
+        if isinstance(self.inner, torch.optim.SGD):
+            _start_momentum(self.inner)
         if finite is None:
             self.inner.step()
         elif self._skips_on_device:
@@ -127,6 +129,21 @@ class ScheduledOptimizer:
         else:
             return False
         return True
+
+
+@torch.no_grad()
+def _start_momentum(optimizer: torch.optim.SGD) -> None:
+    """Give parameters before their first fused step a momentum of zero, from which that step is the same.
+
+    Without it, torch leaves the momentum uninitialised if the gradients of the first step overflow, and
+    fails if a parameter has its first gradient later than others. With dampening the step is not the same."""
+    for group in optimizer.param_groups:
+        if not group.get("fused") or not group["momentum"] or group["dampening"]:
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if parameter.grad is not None and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def has_fp64(parameters: Iterable[Tensor]) -> bool:

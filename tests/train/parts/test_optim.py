@@ -93,6 +93,27 @@ def test_a_fused_optimizer_skips_the_update_on_the_device() -> None:
     assert inner.found == [0.0, 1.0, -1.0], "without a loss scale nothing is left from the step before"
 
 
+def test_fused_sgd_equals_plain_sgd_from_a_first_step_that_overflows() -> None:
+    """And where a parameter has its first gradient later than others."""
+
+    def trained(fused: bool) -> list[Tensor]:
+        weights = [nn.Parameter(torch.zeros(1000)) for _ in range(2)]
+        optimizer = ScheduledOptimizer(
+            torch.optim.SGD(weights, lr=1.0, momentum=0.9, weight_decay=0.1, fused=fused), lambda _: 1.0
+        )
+        for step, finite in enumerate((False, True, True, True)):
+            # Memory that is freed with NaN in it, for a momentum that nobody initialises.
+            del [torch.full((1000,), math.nan) for _ in range(20)][:]
+            for number, weight in enumerate(weights):
+                late = number == 1 and step < 2
+                weight.grad = None if late else torch.full((1000,), 1.0 + step)
+            optimizer.step(step, torch.tensor(finite))
+        return [weight.detach() for weight in weights]
+
+    for fused, plain in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-6)
+
+
 def test_only_a_configured_schedule_is_rebuilt() -> None:
     configured, _ = make_optimizer("constant", only=2.0)
     configured.reschedule(1, 10)
