@@ -18,7 +18,7 @@ from experts.bank import ExpertBank
 from experts.copy_costs import PIECE_ELEMENTS
 from experts.routed import RoutedExperts
 from experts.structure import LayerStructure
-from experts.tokens.exchange import Exchange
+from experts.tokens.exchange import GroupExchange
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NOT_HELD = 0
@@ -117,6 +117,11 @@ class _Round:
     dtype: torch.dtype
     pieces: list[_Piece] = field(default_factory=list)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces: a host neither sends nor receives more at a time."""
+        return self.dtype.itemsize * sum(piece.end - piece.begin for piece in self.pieces)
+
     def with_host(self, host: int, own: int) -> list[_Piece]:
         """Return the pieces that another host has a copy of too."""
         return [piece for piece in self.pieces if host != own and host in piece.copies.hosts]
@@ -125,7 +130,7 @@ class _Round:
 class CopiedGradients:
     """Adds up the gradients of copies, in the order of hosts: all copies get the same sum to the bit."""
 
-    def __init__(self, layers: Sequence[RoutedExperts], exchange: Exchange) -> None:
+    def __init__(self, layers: Sequence[RoutedExperts], exchange: GroupExchange) -> None:
         self._exchange = exchange
         self._device = layers[0].load_E.device if layers else torch.device("cpu")
         banks = {layer.bank: layer.structure for layer in layers}
@@ -135,17 +140,21 @@ class CopiedGradients:
         self._rounds: list[_Round] | None = None
         """None until the hosts have agreed on them, in the first sum."""
 
+    @torch.no_grad()
     def add_up(self) -> None:
         """Sum the gradients of each copied expert over its hosts. All hosts must call it."""
         if not self._any_copied:
             return
         if self._rounds is None:
             self._rounds = self._plan_rounds()
+        most_bytes = max((pieces.num_bytes for pieces in self._rounds), default=0)
+        # All rounds use the same memory: buffers of each would lie in the caches of an allocator.
+        buffers = [torch.empty(most_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
         for pieces in self._rounds:
-            self._reduce_scatter(pieces)
-            self._all_gather(pieces)
+            self._reduce_scatter(pieces, buffers)
+            self._all_gather(pieces, buffers)
 
-    def _reduce_scatter(self, pieces: _Round) -> None:
+    def _reduce_scatter(self, pieces: _Round, buffers: Sequence[Tensor]) -> None:
         """Collect the copies of this host's share of each piece, and sum them in the order of hosts."""
         own = self._exchange.rank
         others = [pieces.with_host(host, own) for host in range(self._exchange.size)]
@@ -153,7 +162,7 @@ class CopiedGradients:
             [view for piece in shared for view in piece.views(host)] for host, shared in enumerate(others)
         ]
         lengths = [[piece.length(own) for piece in shared] for shared in others]
-        received = self._exchanged(sent, lengths, pieces.dtype)
+        received = self._exchanged(sent, lengths, buffers, pieces.dtype)
         parts = [iter(from_host) for from_host in received]
         for piece in pieces.pieces:
             summed = torch.zeros(piece.length(own), dtype=pieces.dtype, device=self._device)
@@ -164,32 +173,37 @@ class CopiedGradients:
                     summed += next(parts[host])
             _write(summed, piece.views(own))
 
-    def _all_gather(self, pieces: _Round) -> None:
+    def _all_gather(self, pieces: _Round, buffers: Sequence[Tensor]) -> None:
         """Send this host's share of each sum to the other copies, and take theirs."""
         own = self._exchange.rank
         others = [pieces.with_host(host, own) for host in range(self._exchange.size)]
         sent = [[view for piece in shared for view in piece.views(own)] for shared in others]
         lengths = [[piece.length(host) for piece in shared] for host, shared in enumerate(others)]
-        received = self._exchanged(sent, lengths, pieces.dtype)
+        received = self._exchanged(sent, lengths, buffers, pieces.dtype)
         for host, shared in enumerate(others):
             for piece, part in zip(shared, received[host], strict=True):
                 _write(part, piece.views(host))
 
     def _exchanged(
-        self, sent: list[list[Tensor]], lengths: list[list[int]], dtype: torch.dtype
+        self,
+        sent: list[list[Tensor]],
+        lengths: list[list[int]],
+        buffers: Sequence[Tensor],
+        dtype: torch.dtype,
     ) -> list[list[Tensor]]:
-        """Send parts of gradients to each host, and return those of each, which have these lengths."""
+        """Send parts of gradients to each host, and return those of each, which have these lengths.
+
+        They are in ``buffers`` until the next call."""
+        send_counts = [dtype.itemsize * sum(part.numel() for part in to_host) for to_host in sent]
+        receive_counts = [dtype.itemsize * sum(from_host) for from_host in lengths]
+        leaving = buffers[0][: sum(send_counts)]
+        arriving = buffers[1][: sum(receive_counts)]
         parts = [part for to_host in sent for part in to_host]
-        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self._device)
-        size = dtype.itemsize
+        if parts:
+            torch.cat(parts, out=leaving.view(dtype))
         # Plain bytes: the meter counts no rows of tokens.
-        received = self._exchange.all_to_all_rows(
-            flat.view(torch.uint8),
-            [size * sum(part.numel() for part in to_host) for to_host in sent],
-            [size * sum(from_host) for from_host in lengths],
-        )
-        flat = received.wait().view(dtype)
-        values = iter(flat.split([length for from_host in lengths for length in from_host]))
+        self._exchange.all_to_all_into(arriving, leaving, send_counts, receive_counts).wait()
+        values = iter(arriving.view(dtype).split([length for from_host in lengths for length in from_host]))
         return [[next(values) for _ in from_host] for from_host in lengths]
 
     # Rounds

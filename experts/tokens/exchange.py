@@ -170,6 +170,12 @@ class GroupExchange:
                 f"{sum(send_counts)} rows were announced to the other hosts; there are {len(rows)} to send"
             )
         received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        return self.all_to_all_into(received, rows, send_counts, receive_counts)
+
+    def all_to_all_into(
+        self, received: Tensor, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> PendingRows:
+        """Start sending rows as ``all_to_all_rows`` does, into memory of the caller. Both are contiguous."""
         num_leaving = len(rows) - send_counts[self.rank]
         # Moved experts and gradients of copies come as plain bytes: those are no tokens' rows.
         if rows.dim() > 1:

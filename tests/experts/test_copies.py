@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from experts.copies import CopiedGradients
 from experts.copy_costs import held_bytes, ring_factor
 from experts.routed import RoutedExperts
 from experts.structure import LayerStructure
-from experts.tokens.exchange import Exchange, GroupExchange, PendingRows
+from experts.tokens.exchange import GroupExchange, PendingRows
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
 from tests.support.hosts.ranks import run_ranks
@@ -72,28 +73,18 @@ def wrong_sums(layers: list[RoutedExperts], rank: int) -> list[str]:
 
 
 @dataclass
-class MeasuredExchange:
+class MeasuredExchange(GroupExchange):
     """An exchange that notes the bytes of each all-to-all."""
 
-    inner: GroupExchange
-    sent: list[int]
-    received: list[int]
+    sent: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
 
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    def all_to_all_counts(self, counts_NC: Tensor, header: Any) -> Tensor:
-        return self.inner.all_to_all_counts(counts_NC, header)
-
-    def all_to_all_rows(self, rows: Tensor, send_counts: Any, receive_counts: Any) -> PendingRows:
+    def all_to_all_into(
+        self, received: Tensor, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> PendingRows:
         self.sent.append(sum(send_counts))
         self.received.append(sum(receive_counts))
-        return self.inner.all_to_all_rows(rows, send_counts, receive_counts)
+        return super().all_to_all_into(received, rows, send_counts, receive_counts)
 
 
 def sum_on_host(rank: int, size: int, store: str, frozen: str) -> dict[str, Any]:
@@ -105,7 +96,7 @@ def sum_on_host(rank: int, size: int, store: str, frozen: str) -> dict[str, Any]
         for layer in layers:
             for _, role, stack in layer.bank.stacks():
                 stack.requires_grad_(role != frozen)
-        exchange: Any = MeasuredExchange(GroupExchange(world.group), [], [])
+        exchange = MeasuredExchange(world.group)
         copied = CopiedGradients(layers, exchange)
         wrong = []
         for _ in range(2):  # the second sum follows the rounds of the first
@@ -157,7 +148,7 @@ def disagree(rank: int, size: int, store: str) -> str:
         layer = layer_on(rank, ((0, 1),) * 6, torch.float32)
         layer.bank.requires_grad_(rank == 0)
         fill(rank, [layer])
-        exchange: Exchange = GroupExchange(world.group)
+        exchange = GroupExchange(world.group)
         with pytest.raises(RuntimeError) as error:
             CopiedGradients([layer], exchange).add_up()
         return str(error.value)
