@@ -373,33 +373,39 @@ def fewer_services() -> Iterator[None]:
 
 @contextmanager
 def kept_sigterm_handler() -> Iterator[None]:
-    """Keep ``ray.init`` from replacing the process's handler of SIGTERM.
+    """Keep ``ray.init`` and ``ray.shutdown`` from replacing the process's handler of SIGTERM.
 
     Ray's own ends the process with exit code 15 or 1, wherever it is, even while the cluster starts. Its
-    C++ part installs another one, which prints stacks and may abort. Ray has no option for either.
+    C++ part installs another one, which prints stacks and may abort, and at the end the default one. Ray
+    has no option for any of them.
     """
     from ray._private import utils as ray_utils
     from ray._private import worker as ray_worker
 
+    handler = signal.getsignal(signal.SIGTERM)
     connect = ray_worker.connect
-    sigterm = {signal.SIGTERM}
+
+    def install_again() -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
     def connect_undisturbed(*arguments: Any, **named: Any) -> Any:
-        handler = signal.getsignal(signal.SIGTERM)
         # Ray's processes run already, and do not inherit this. A signal waits for our handler.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, sigterm)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             return connect(*arguments, **named)
         finally:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, handler)
+            install_again()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    with (
-        _replaced(ray_utils, set_sigterm_handler=_do_nothing),
-        _replaced(ray_worker, connect=connect_undisturbed),
-    ):
-        yield
+    try:
+        with (
+            _replaced(ray_utils, set_sigterm_handler=_do_nothing),
+            _replaced(ray_worker, connect=connect_undisturbed),
+        ):
+            yield
+    finally:
+        install_again()
 
 
 @contextmanager

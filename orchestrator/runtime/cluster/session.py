@@ -66,14 +66,7 @@ _RAY_SETTINGS = {
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     "TUNE_WARN_THRESHOLD_S": "60",
 }
-_OWN_CLUSTER_SETTINGS = {
-    "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # If this process is killed, the cluster's head dies with it. Agents of the node would look for the head
-    # for a minute.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
-}
-"""For a cluster that is started for a run."""
+_QUIET_SETTINGS = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 _SYSTEM_CONFIG = {
     # Ray would start a process for each CPU and wait for it. A run has other processes, which
     # import what they need as they start (``prestart``).
@@ -112,10 +105,9 @@ def _session(config: Config, note: Note) -> Iterator[bool]:
             yield joined
     finally:
         if opens_session:
-            with shielded():
+            with shielded(), kept_sigterm_handler():
                 ray.shutdown()
-        changed = {*settings, *_OWN_CLUSTER_SETTINGS, AUTH_MODE, "CUDA_VISIBLE_DEVICES"}
-        _restore_environment(environment, changed)
+        _restore_environment(environment, {*settings, *_QUIET_SETTINGS, AUTH_MODE, "CUDA_VISIBLE_DEVICES"})
         if opens_session:
             reload_auth_mode()
 
@@ -252,7 +244,7 @@ def _start(config: Config, note: Note) -> None:
     if not gpus and workers > cores:
         who = "workers and spares" if num_spares(config) else "workers"
         note(f"{workers} {who} on {cores} cores: the cluster started for this run declares {slots} CPU slots")
-    for name, value in _OWN_CLUSTER_SETTINGS.items():
+    for name, value in _QUIET_SETTINGS.items():
         os.environ.setdefault(name, value)
     prepare_token()
     with _masked_command(), fewer_services(), preloading_planner(), shielded(), kept_sigterm_handler():

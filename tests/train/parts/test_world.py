@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
 
 from experts.group import GroupFactory
 from experts.membership import GroupLeft, GroupMembership
@@ -288,6 +290,36 @@ def join_two_generations(rank: int, size: int, store_path: str) -> list[Any]:
 
 def test_names_are_free_again_in_the_next_generation() -> None:
     assert run_ranks(join_two_generations, 2) == [[0, 2, 1, 2]] * 2
+
+
+def test_a_foreign_value_counts_as_missing_until_the_right_one_comes() -> None:
+    store = HashStore()
+    for key in ("wait_for_main/x", "post/y/1"):
+        store.set(key, "1 null")
+    main, other = (World(rank, 2, CPU, store=store, secret="a secret") for rank in range(2))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.wait_for_main, "x")
+        assert main.posted("y") is None
+        other.post("y", [1])
+        assert main.posted("y") == [[1]]
+        assert not waiting.done()
+        main.wait_for_main("x", {"a": 1})
+        assert waiting.result(timeout=60) == {"a": 1}
+
+
+def broadcast_different_names(rank: int, size: int, store: str) -> str:
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
+        try:
+            return str(world.broadcast_value(f"name {rank}", rank))
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_workers_that_broadcast_different_values_are_told_apart() -> None:
+    main, other = run_ranks(broadcast_different_names, 2)
+    assert main == "0"
+    assert "'name 1'" in other
+    assert "'name 0'" in other
 
 
 def test_a_group_that_cannot_be_left_has_a_membership_that_never_ends() -> None:
