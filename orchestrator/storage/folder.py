@@ -15,6 +15,9 @@ from orchestrator.storage.local_files import copy_file, find_files, remove_empty
 from orchestrator.types import first_line
 
 _PART_BYTES = 2**24
+_MAX_PARTS = 10_000
+"""Of an object of S3. Files above 156 GiB need larger parts."""
+_PART_UNIT_BYTES = 2**20
 _NUM_PARTS_AT_ONCE = 4
 _CONNECT_SECONDS = 10
 _READ_SECONDS = 60
@@ -135,8 +138,9 @@ class RemoteFolder:
 
         ``on_part`` is called for each part that is there; an error of its own ends the upload."""
         # Others than object stores have no parts.
-        options = {"chunksize": _PART_BYTES} if self._scheme in ("s3", "gs") else {}
+        has_parts = self._scheme in ("s3", "gs")
         with self._errors(f"write {name} to"):
+            options = {"chunksize": _part_bytes(source.stat().st_size)} if has_parts else {}
             if self._scheme == "file":
                 copy_file(source, Path(self._path(name)))
             else:
@@ -168,6 +172,12 @@ class RemoteFolder:
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error, _MAX_ERROR_CHARACTERS)}"
             raise RemoteError(mask(f"cannot {action} {self.url}: {reason}")) from None
+
+
+def _part_bytes(file_bytes: int) -> int:
+    """Return the size of the parts of a file: as small as their number allows, because some are in memory."""
+    units = -(-file_bytes // (_MAX_PARTS * _PART_UNIT_BYTES))
+    return max(_PART_BYTES, units * _PART_UNIT_BYTES)
 
 
 def open_folder(name: str, location: str | Path) -> RemoteFolder:

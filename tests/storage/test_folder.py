@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.errors import UserError
 from orchestrator.record.files.remote_record import holds_record
+from orchestrator.storage import folder as storage_folder
 from orchestrator.storage import local_files
 from orchestrator.storage.folder import RemoteError, RemoteFolder, is_safe_name, open_folder
 from orchestrator.storage.local_copy import local_copy, read_file
@@ -94,6 +95,29 @@ def test_what_a_killed_upload_leaves_on_a_drive_is_no_object(tmp_path: Path) -> 
     assert set(folder.files()) == {"a/x"}
     folder.remove(["a/x"])
     assert not (tmp_path / "run" / "a").exists()
+
+
+@pytest.mark.parametrize("gib", [0, 1, 156, 157, 1000, 5 * 1024, 48_000])
+def test_no_file_has_more_parts_than_s3_takes(gib: int) -> None:
+    part_bytes = storage_folder._part_bytes(gib * 2**30)
+    assert -(-gib * 2**30 // part_bytes) <= 10_000
+    assert part_bytes % 2**18 == 0, "GCS takes multiples of 256 KiB"
+    assert (part_bytes == 2**24) == (gib <= 156)
+
+
+def test_a_large_file_is_uploaded_in_larger_parts(
+    s3: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is that of an object store: 10,000 parts of a real one."""
+    monkeypatch.setattr(storage_folder, "_MAX_PARTS", 2)
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(2**22) * 10)
+    folder = RemoteFolder(s3.url(uuid4().hex))
+    folder.upload(source, "large")
+    # The mark of an object in parts ends with their number.
+    assert folder.version("large").strip('"').endswith("-2")
+    folder.download("large", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == source.read_bytes()
 
 
 def refuse_reads(folder: RemoteFolder, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

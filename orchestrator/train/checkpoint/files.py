@@ -39,7 +39,8 @@ KINDS = frozenset({"model", "optimizer"})
 STATE = "state.json"
 _STEP_NAME = re.compile(r"step_(\d{8,18})")
 _FILE_NAME = re.compile(r"(?:(model|optimizer)_\d{5}\.safetensors)|(?:values_\d{5}|state)\.json", re.ASCII)
-_MAX_MANIFEST_BYTES = 2**27
+MAX_MANIFEST_BYTES = 2**30
+"""The hashes of about 95 TB of state. A longer manifest is that of no run: it is not read."""
 MAX_STATE_BYTES = 2**28
 
 
@@ -112,11 +113,24 @@ def manifest_bytes(step: int, files: Mapping[str, Hashes]) -> bytes:
     """Return the content of a checkpoint's manifest."""
     entries = {name: hashes.to_json() for name, hashes in files.items()}
     manifest = {"format": FORMAT, "step": step, "files": entries}
-    return _json_bytes(manifest | {"digest": _digest(manifest)})
+    content = _json_bytes(manifest | {"digest": _digest(manifest)})
+    _check_readable(MANIFEST, len(content), MAX_MANIFEST_BYTES)
+    return content
+
+
+def _check_readable(name: str, num_bytes: int, max_bytes: int) -> None:
+    """Raise UserError for a file that no reader would take: better now than when the run is resumed."""
+    if num_bytes > max_bytes:
+        raise UserError(
+            f"the checkpoint would have a {name} of {num_bytes:,} bytes, and at most {max_bytes:,} are read "
+            "again; train fewer parameters, or choose an --optimizer with less state"
+        )
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> Hashes:
-    return _write_bytes(path, _json_bytes(content))
+    data = _json_bytes(content)
+    _check_readable(path.name, len(data), MAX_STATE_BYTES)
+    return _write_bytes(path, data)
 
 
 def _write_bytes(path: Path, content: bytes) -> Hashes:
@@ -223,7 +237,7 @@ def read_manifest(path: Path) -> dict[str, Hashes]:
     """Return the hashes of each file in the manifest, which is checked against itself."""
     try:
         with os.fdopen(open_regular(path / MANIFEST), "rb") as file:
-            data = file.read(_MAX_MANIFEST_BYTES)
+            data = file.read(MAX_MANIFEST_BYTES)
     except OSError as error:
         reason = type(error).__name__
         raise CheckpointDamaged(f"{path.name}: no readable {MANIFEST} ({reason})") from None

@@ -25,6 +25,7 @@ from orchestrator.errors import CheckpointDamaged
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.files import (
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     MAX_STATE_BYTES,
     STATE,
     load,
@@ -41,7 +42,6 @@ CHECKPOINTS = "checkpoints"
 _ABANDONED = "abandoned.json"
 """The manifest of a checkpoint that is damaged, or later than the step that the run resumed from."""
 _FOLDER_NAME = re.compile(r"(step_\d{8,18})(?:\.(\d{1,18}))?", re.ASCII)
-_MAX_MANIFEST_BYTES = 2**27
 
 
 class RemoteCheckpoint(NamedTuple):
@@ -163,7 +163,7 @@ class RemoteCheckpoints:
 
     def _manifest(self, checkpoint: RemoteCheckpoint) -> bytes:
         """Return the manifest. Raises ``RemoteError`` if there is none: that is no sign of damage."""
-        manifest = self._folder.read(f"{checkpoint.name}/{MANIFEST}", _MAX_MANIFEST_BYTES)
+        manifest = self._folder.read(f"{checkpoint.name}/{MANIFEST}", MAX_MANIFEST_BYTES)
         if manifest is None:
             raise RemoteError(
                 f"cannot read {checkpoint.name}/{MANIFEST} of {self._folder.url}: it is not there; "

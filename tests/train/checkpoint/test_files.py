@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.train.checkpoint.files import load
+from orchestrator.train.checkpoint import files
+from orchestrator.train.checkpoint.files import MAX_MANIFEST_BYTES, load, manifest_bytes, read_manifest
+from orchestrator.train.checkpoint.hashed_file import PIECE_BYTES, Hashes
 from orchestrator.train.checkpoint.store import CheckpointStore
 from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
@@ -50,3 +52,27 @@ def test_a_manifest_with_a_path_outside_the_folder_is_refused(checkpoint: Path) 
 def test_a_missing_checkpoint_is_a_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint"):
         load(tmp_path / "nothing")
+
+
+def test_a_manifest_holds_the_hashes_of_a_large_state() -> None:
+    """Fifty terabytes in pieces of the usual size."""
+    pieces = Hashes(((PIECE_BYTES, "a" * 64),) * 1000)
+    bytes_per_piece = len(manifest_bytes(1, {"state.json": pieces})) / 1000
+    assert 50e12 / PIECE_BYTES * bytes_per_piece < MAX_MANIFEST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("bound", "name"), [("MAX_MANIFEST_BYTES", "manifest.json"), ("MAX_STATE_BYTES", "state.json")]
+)
+def test_a_checkpoint_that_could_not_be_read_again_is_refused_when_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, name: str
+) -> None:
+    monkeypatch.setattr(files, bound, 100)
+    with pytest.raises(UserError, match=rf"would have a {name} of [\d,]+ bytes, and at most 100 are read"):
+        save_checkpoint(CheckpointStore(tmp_path), 30, small_contents(30))
+    assert not list(tmp_path.glob("step_*"))
+
+
+def test_a_manifest_up_to_the_bound_is_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_MANIFEST_BYTES", (checkpoint / "manifest.json").stat().st_size)
+    assert read_manifest(checkpoint)
