@@ -149,8 +149,11 @@ def _header(sweep: Sweep, prepared: PreparedRun, devices: SweepDevices) -> dict[
 def outcome_lines(record: SweepRecord) -> list[str]:
     """Return the outcome of a sweep in a few lines."""
     from orchestrator.report.sweep.facts import (
+        counts_text,
+        edge_text,
         is_python_task,
         objective_name,
+        status_counts,
         ties_text,
         train_command,
         tuned_command,
@@ -162,11 +165,13 @@ def outcome_lines(record: SweepRecord) -> list[str]:
     if record.objective != THROUGHPUT:
         figure = f"{objective_name(record)} {best.value(record.objective):.4f}, {figure}"
     flags = " ".join(point_flags(best.point))
-    ties = [ties_text(record)] if record.tied() else []
+    remarks = [text for text in (ties_text(record), edge_text(record)) if text]
+    # Failed trials are named: a winner of few is worth less.
+    counts = f" ({counts_text(record.rows)})" if len(status_counts(record.rows)) > 1 else ""
     command = train_command(record, best) if is_python_task(record) else tuned_command(record)
     return [
-        f"{len(record.rows)} trials; the best is number {best.trial}: {flags} ({figure})",
-        *ties,
+        f"{len(record.rows)} trials{counts}; the best is number {best.trial}: {flags} ({figure})",
+        *remarks,
         f"report: {record.folder / 'report.html'}; train with it: {command}",
     ]
 

@@ -55,6 +55,8 @@ class TrialRow:
     seconds: float = 0.0
     start_seconds: float | None = None
     """The part of ``seconds`` that the trial spent outside its steps."""
+    retries: int | None = None
+    """Times that the trial was tried again, since one of its processes was lost."""
     workers: int | None = None
     device: str | None = None
     strategy: str | None = None

@@ -96,8 +96,47 @@ def status_counts(rows: Iterable[TrialRow]) -> dict[str, int]:
 
 
 def counts_text(rows: Iterable[TrialRow]) -> str:
-    counts = status_counts(rows)
-    return ", ".join(f"{count} {STATUS_WORDS[status]}" for status, count in counts.items()) or "none yet"
+    rows = tuple(rows)
+    parts = [f"{count} {STATUS_WORDS[status]}" for status, count in status_counts(rows).items()]
+    num_repeated = sum(bool(row.retries) for row in rows)
+    if num_repeated:
+        parts.append(f"{num_repeated} tried again after a process was lost")
+    return ", ".join(parts) or "none yet"
+
+
+def num_failed(record: SweepRecord) -> int:
+    """Return the number of trials without a result that could have had one."""
+    return sum(row.status in ("failed", "out_of_memory") for row in record.rows)
+
+
+def edge_text(record: SweepRecord) -> str:
+    """Return which settings of the best trial are at an end of the grid; empty if none is.
+
+    All tried values count, those of failed trials too: beyond one that failed there is nothing to try.
+    A random search has no grid."""
+    best = record.best()
+    if best is None or record.header.get("search") != "grid":
+        return ""
+    found = [text for name in swept_settings(record) if (text := _edge_of(record, best, name))]
+    if not found:
+        return ""
+    return f"at the edge of the grid: {', '.join(found)}; a wider one may have a better setting"
+
+
+def _edge_of(record: SweepRecord, best: TrialRow, name: str) -> str:
+    """Return the end of a numeric setting's values at which the best trial is; empty if it is at none."""
+    tried = [row.point.get(name) for row in record.rows]
+    numbers = [value for value in tried if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) < len(tried):
+        return ""
+    chosen = best.point[name]
+    # Less than one of a count, or than none of an amount, cannot be tried; nor more workers than devices.
+    least = 1 if isinstance(chosen, int) else 0
+    if chosen == min(numbers) and chosen > least:
+        return f"{name_text(name)} {short_value(chosen)} is the smallest that was tried"
+    if chosen == max(numbers) and name != "workers":
+        return f"{name_text(name)} {short_value(chosen)} is the largest that was tried"
+    return ""
 
 
 def objective_name(record: SweepRecord) -> str:

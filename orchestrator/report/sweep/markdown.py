@@ -11,6 +11,7 @@ from orchestrator.record.files.ledger import SweepRecord
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.facts import (
     STATUS_WORDS,
+    edge_text,
     is_python_task,
     name_text,
     one_line,
@@ -52,6 +53,7 @@ def _best_section(record: SweepRecord, points: Frame) -> list[str]:
     if not best:
         return ["No trial completed with a result, so there is nothing to compare."]
     parts = ["## Best setting of each number of devices"]
+    parts += [f"The best trial is {escaped(edge_text(record), 2000)}."] if edge_text(record) else []
     if len(points) > 1:
         parts.append(f"Speed-up and efficiency against {against_text(points)}.")
     if len(points):

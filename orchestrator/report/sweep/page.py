@@ -18,10 +18,12 @@ from orchestrator.report.sweep.cards import picture_cards, scaling_charts
 from orchestrator.report.sweep.csv_files import scaling_csv, sweep_csv
 from orchestrator.report.sweep.facts import (
     counts_text,
+    edge_text,
     hardware_text,
     hours_text,
     is_python_task,
     measurement_text,
+    num_failed,
     objective_name,
     objective_text,
     objective_value,
@@ -97,10 +99,20 @@ def _header(record: SweepRecord) -> str:
         for name, value in facts.items()
         if value
     )
-    tone, status = ("good", "completed") if _is_complete(record) else ("warn", "running or interrupted")
+    tone, status = _badge(record)
     badge = f'<span class="badge t-{tone}">{status}</span>'
     head = f'<div class="head"><h1>{esc(title(record))}</h1>{badge}</div>'
     return f'<header>{head}<div class="facts">{shown}</div></header>'
+
+
+def _badge(record: SweepRecord) -> tuple[str, str]:
+    """Return the tone and the text of the sweep's state; trials that failed are part of it."""
+    if not _is_complete(record):
+        return "warn", "running or interrupted"
+    failed = num_failed(record)
+    if not failed:
+        return "good", "completed"
+    return "warn" if record.best() else "bad", f"ended, {failed} of {len(record.rows)} trials failed"
 
 
 def _is_complete(record: SweepRecord) -> bool:
@@ -109,9 +121,11 @@ def _is_complete(record: SweepRecord) -> bool:
 
 
 def _note(record: SweepRecord) -> str:
-    """Return a note that no trial was measured, or that the best one is tied with others."""
-    if record.tied():
-        return f'<div class="card note t-warn">{esc(ties_text(record).capitalize())}.</div>'
+    """Return a note that no trial was measured, or that the best one is tied with others or at the edge
+    of the grid."""
+    remarks = [text[0].upper() + text[1:] for text in (ties_text(record), edge_text(record)) if text]
+    if remarks:
+        return f'<div class="card note t-warn">{esc(". ".join(remarks))}.</div>'
     if record.best() is not None or not record.rows:
         return ""
     text = (

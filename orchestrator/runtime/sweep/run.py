@@ -19,6 +19,7 @@ from typing import Any
 from ray.tune import (
     Callback,
     CheckpointConfig,
+    FailureConfig,
     PlacementGroupFactory,
     RunConfig,
     Stopper,
@@ -43,7 +44,7 @@ from orchestrator.runtime.sweep.devices import SweepDevices
 from orchestrator.runtime.sweep.optuna_search import OptunaSource
 from orchestrator.runtime.sweep.planned_point import planned_point
 from orchestrator.runtime.sweep.search import FixedPoints, NotPickled, Source, TrialRules, TrialSearcher
-from orchestrator.runtime.sweep.trial import SweepTrial
+from orchestrator.runtime.sweep.trial import MAX_RETRIES, SweepTrial
 from orchestrator.runtime.sweep.trial_worker import TrialSetup
 from orchestrator.tasks.load import loads_by_name
 from orchestrator.train.worker.prepared_run import PreparedRun
@@ -147,6 +148,8 @@ class SweepRun:
                 callbacks=[recorder],
                 stop=_StopOnRequest(self.stop_requested),
                 checkpoint_config=CheckpointConfig(checkpoint_at_end=False),
+                # The process that leads a trial, which has no checkpoint: it begins again.
+                failure_config=FailureConfig(max_failures=MAX_RETRIES),
             )
             Tuner(trainable, tune_config=tune_config, run_config=run_config).fit()
 
@@ -260,11 +263,14 @@ class _Recorder(NotPickled, Callback):
             return
         config = trial.config
         error = trial_error(trial)
-        reason = "the process that led the trial was lost" + (f": {error}" if error else "")
+        reason = f"the process that led the trial was lost {MAX_RETRIES + 1} times"
+        reason += f": {error}" if error else ""
         row = TrialRow(config["trial"], config["point"], "failed", reason, workers=config["workers"])
         self._finish(trial, row)
 
     def _finish(self, trial: Any, row: TrialRow) -> None:
+        retries = (row.retries or 0) + min(trial.num_failures, MAX_RETRIES)
+        row = replace(row, retries=retries or None)
         self._record(row)
         with suppress(Exception):
             self._searcher.record_result(trial.trial_id, row)

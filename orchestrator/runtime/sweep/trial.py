@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _GRACE_SECONDS = 2.0
 """Time for the other workers to fail too, once one has failed: the first error may be a
 consequence of theirs."""
+MAX_RETRIES = 2
+"""Times that a trial is tried again after one of its processes was lost. The cause may be the trial
+itself, such as a lack of memory for which the system kills it."""
 _MAX_TRIALS_PER_GROUP = 40
 """Trials of a group of workers. Each leaves the sockets of its process group open."""
 _RESULT_FIELDS = (
@@ -61,25 +64,49 @@ class SweepTrial(Trainable):
         self._point = config["point"]
         self._workers = config["workers"]
         self._began = perf_counter()
-        self._is_open = False
+        self._num_slices = 0
+        self._retries = 0
 
     def step(self) -> dict[str, Any]:
-        """Run a slice of the trial, and return the report to Tune."""
-        try:
-            if not self._is_open:
-                self._group.open(self._point)
-                self._is_open = True
-            result, plan_fields = self._group.advance(1 / self._trial_setup.slices)
-        except TrialFailure as failure:
-            return _report(self._row(failure.status, failure.reason), self._trial_setup, done=True)
-        row = add_measurement(self._row("completed"), result, plan_fields)
-        if result.done:
-            self._group.close()
-        return _report(row, self._trial_setup, result.done)
+        """Run a slice of the trial, and return the report to Tune.
+
+        After the loss of a worker, the trial is tried again from its beginning, a few times."""
+        while True:
+            try:
+                result, plan_fields = self._advance()
+            except TrialFailure as failure:
+                if failure.is_lost and self._retries < MAX_RETRIES:
+                    self._retries += 1
+                    continue
+                tries = f" ({self._retries + 1} tries)" if self._retries else ""
+                row = self._row(failure.status, failure.reason + tries)
+                return _report(row, self._trial_setup, done=True)
+            row = add_measurement(self._row("completed"), result, plan_fields)
+            if result.done:
+                self._group.close()
+            return _report(row, self._trial_setup, result.done)
+
+    def _advance(self) -> tuple[TrialResult, dict[str, Any]]:
+        """Run the next slice; in a group that was started anew, those before it too."""
+        missing = 1
+        if not self._num_slices or not self._group.is_running:
+            self._group.open(self._point)
+            missing = self._num_slices + 1
+        for _ in range(missing):
+            advanced = self._group.advance(1 / self._trial_setup.slices)
+        self._num_slices += 1
+        return advanced
 
     def _row(self, status: str, reason: str = "") -> TrialRow:
-        seconds = perf_counter() - self._began
-        return TrialRow(self._number, self._point, status, reason, seconds, workers=self._workers)
+        return TrialRow(
+            self._number,
+            self._point,
+            status,
+            reason,
+            seconds=perf_counter() - self._began,
+            workers=self._workers,
+            retries=self._retries or None,
+        )
 
     def cleanup(self) -> None:
         self._group.kill()
@@ -114,12 +141,13 @@ def _report(row: TrialRow, setup: TrialSetup, done: bool) -> dict[str, Any]:
 
 
 class TrialFailure(Exception):
-    """A failed trial: the status of its row, and the reason in a line."""
+    """A failed trial: the status of its row, the reason in a line, and whether a process was lost."""
 
-    def __init__(self, status: str, reason: str) -> None:
+    def __init__(self, status: str, reason: str, is_lost: bool = False) -> None:
         super().__init__(reason)
         self.status = status
         self.reason = reason
+        self.is_lost = is_lost
 
 
 class _WorkerGroup:
@@ -133,6 +161,10 @@ class _WorkerGroup:
         self._size = size
         self._setup_ref = ray.put(setup)
         self._actors: list[Any] = []
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._actors)
 
     def open(self, point: Point) -> None:
         """Start the workers if there are none, and let them prepare the trial of a point."""
@@ -191,6 +223,7 @@ class _WorkerGroup:
                 raise TrialFailure(
                     "failed",
                     f"workers did not start within {timeout_s:.0f} s: a node of the trial may be lost",
+                    is_lost=True,
                 )
             if any(_error_of(call) is not None for call in done):
                 if pending:
@@ -209,7 +242,9 @@ class _WorkerGroup:
         if pending or self._size > 1 or not known:
             self.kill()
         cause = min(failures, key=lambda failure: _CAUSES.index(failure.status))
-        return cause if cause.status == "out_of_memory" else TrialFailure("failed", cause.reason)
+        if cause.status == "out_of_memory":
+            return cause
+        return TrialFailure("failed", cause.reason, is_lost=cause.status == "lost")
 
 
 _CAUSES = ("out_of_memory", "refused", "failed", "lost", "silence")

@@ -16,6 +16,7 @@ from orchestrator.errors import UserError
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory, secret_values
 from orchestrator.redaction import Secrets, longest_first
+from orchestrator.types import Choice
 
 # The leader of a trial imports this module too and needs no torch: imports that need it are inside
 # functions.
@@ -123,7 +124,6 @@ def _plan_trial(setup: TrialSetup, config: Config, task: Any) -> tuple[Plan, Mod
     from orchestrator.plan.device import choose_worker_device
     from orchestrator.plan.planning import plan
     from orchestrator.plan.schedule import choose_loader_workers
-    from orchestrator.types import Choice
 
     inventory = setup.inventory if setup.on_gpu else replace(setup.inventory, gpus=())
     device = "cpu"
@@ -136,13 +136,23 @@ def _plan_trial(setup: TrialSetup, config: Config, task: Any) -> tuple[Plan, Mod
     if key not in _MODEL_FACTS:
         _MODEL_FACTS[key] = model_facts(task, device, precision)
     facts = _MODEL_FACTS[key]
-    threads = Choice(setup.cores, "the cores of each worker of a trial")
+    threads = trial_threads(setup)
     loader_workers = choose_loader_workers(config, facts, device, threads)
     result = plan(config, inventory, facts, None, setup.cluster)
     result = replace(result, threads=threads, loader_workers=loader_workers)
     if setup.steps is not None:
         result = replace(result, total_steps=Choice(setup.steps, "--trial-steps"))
     return result, facts
+
+
+def trial_threads(setup: TrialSetup) -> Choice[int]:
+    """Return the threads of each worker: one for each of its cores, or fewer if the user has set fewer.
+
+    Ray sets OMP_NUM_THREADS in the processes of a trial; the user's is that of the driver."""
+    given = setup.inventory.omp_threads
+    if given is None or given >= setup.cores:
+        return Choice(setup.cores, "the cores of each worker of a trial")
+    return Choice(given, f"set by OMP_NUM_THREADS={given}")
 
 
 def check_batch(config: Config, point: Point, workers: int, samples: int | None) -> None:

@@ -2,12 +2,14 @@
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from orchestrator.config.flags import read_flags
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.sweep.facts import (
+    edge_text,
     name_text,
     objective_name,
     sentence,
@@ -18,6 +20,7 @@ from orchestrator.report.sweep.facts import (
 )
 from orchestrator.report.sweep.markdown import scaling_md
 from orchestrator.report.sweep.page import sweep_page
+from orchestrator.sweeps import outcome_lines
 from tests.support.fakes.fake_sweep import EVIL, HOSTILE, MIXED, SINGLE, FakeSweep, write_record
 
 
@@ -124,3 +127,66 @@ def test_the_page_shows_the_metric_that_is_the_objective(tmp_path) -> None:
     assert "0.25" in page
     hostile = replace(record, header={"event": "sweep", "objective": f"{EVIL}$\\frac:min"})
     assert not set('<>$&;\\"') & set(objective_name(hostile))
+
+
+def record_of(best: dict[str, object], *others: dict[str, object], search: str = "grid") -> SweepRecord:
+    """Return a sweep whose first trial is the best."""
+    points = [best, *others]
+    rows = [
+        TrialRow(number, point, "completed", samples_per_second=1000.0 / number, interval=0.01, workers=1)
+        for number, point in enumerate(points, 1)
+    ]
+    header = {"event": "sweep", "task": "digits", "search": search, "space": dict.fromkeys(best, "")}
+    return SweepRecord(Path("sweep"), header, tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("values", "remark"),
+    [
+        ((0.1, 0.01, 0.001), "learning rate 0.1 is the largest that was tried"),
+        ((0.001, 0.01, 0.1), "learning rate 0.001 is the smallest that was tried"),
+        ((0.01, 0.001, 0.1), ""),
+        ((0.01, [0.1], 0.001), ""),
+    ],
+)
+def test_a_winner_at_the_edge_of_the_grid_has_a_remark(values: tuple[object, ...], remark: str) -> None:
+    """The same in the terminal, on the page and in the text."""
+    record = record_of(*({"learning_rate": value} for value in values))
+    assert edge_text(record).startswith(f"at the edge of the grid: {remark};" if remark else "")
+    assert bool(edge_text(record)) == bool(remark)
+    shown = (" ".join(outcome_lines(record)), sweep_page(record), scaling_md(record))
+    assert [remark in text and bool(remark) for text in shown] == [bool(remark)] * 3
+    drawn = record_of(*({"learning_rate": value} for value in values), search="random")
+    assert edge_text(drawn) == ""
+
+
+@pytest.mark.parametrize(
+    ("best", "other"),
+    [
+        ({"workers": 8}, {"workers": 1}),
+        ({"accumulation_steps": 1}, {"accumulation_steps": 4}),
+        ({"weight_decay": 0.0}, {"weight_decay": 0.1}),
+        ({"precision": "bf16"}, {"precision": "fp32"}),
+        ({"static_graph": True}, {"static_graph": False}),
+    ],
+)
+def test_an_edge_beyond_which_there_is_nothing_has_no_remark(best, other) -> None:
+    assert edge_text(record_of(best, other)) == ""
+
+
+def test_values_that_failed_were_tried() -> None:
+    record = record_of({"batch_size": 64}, {"batch_size": 16}, {"batch_size": 256})
+    failed = replace(record.rows[2], status="out_of_memory", samples_per_second=None)
+    assert edge_text(replace(record, rows=(*record.rows[:2], failed))) == ""
+
+
+def test_a_sweep_with_failed_trials_is_not_completed_in_green() -> None:
+    record = record_of({"batch_size": 64}, {"batch_size": 16}, {"batch_size": 256})
+    assert '<span class="badge t-good">completed</span>' in sweep_page(record)
+    failed = replace(record.rows[2], status="failed", samples_per_second=None, retries=2)
+    record = replace(record, rows=(*record.rows[:2], failed))
+    page = sweep_page(record)
+    assert '<span class="badge t-warn">ended, 1 of 3 trials failed</span>' in page
+    counts = "2 completed, 1 failed, 1 tried again after a process was lost"
+    assert counts in page
+    assert f"3 trials ({counts}); the best is number 1" in outcome_lines(record)[0]

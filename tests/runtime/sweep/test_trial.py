@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from orchestrator.config.settings import Config
+from orchestrator.config.space import Point
 from orchestrator.errors import OutOfMemory, UserError
 from orchestrator.measure.trial import TrialResult
 from orchestrator.record.files.ledger import TrialRow
-from orchestrator.runtime.sweep.trial import SweepTrial, _worker_failure, add_measurement
-from orchestrator.runtime.sweep.trial_worker import check_batch
+from orchestrator.runtime.sweep.trial import SweepTrial, TrialFailure, _worker_failure, add_measurement
+from orchestrator.runtime.sweep.trial_worker import check_batch, trial_threads
 
 
 def test_workers_are_replaced_after_a_number_of_trials(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +26,86 @@ def test_workers_are_replaced_after_a_number_of_trials(monkeypatch: pytest.Monke
     for number in range(1, 100):
         assert trial.reset_config({"trial": number, "point": {}, "workers": 1})
     assert killed_after == [40, 80]
+
+
+class _LosingGroup:
+    """Workers of a trial of four slices, of which some calls lose a process."""
+
+    def __init__(self, *lost: int) -> None:
+        self._lost = lost
+        self._num_calls = 0
+        self.is_running = False
+        self.opened: list[int] = []
+        """Slices that each start of the workers has run."""
+
+    def open(self, point: Point) -> None:
+        self.is_running = True
+        self.opened.append(0)
+
+    def advance(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
+        self._num_calls += 1
+        if self._num_calls in self._lost:
+            self.is_running = False
+            raise TrialFailure("failed", "worker 1 was lost", is_lost=True)
+        self.opened[-1] += 1
+        return TrialResult(self.opened[-1] == 4, 100.0, 0.02, 100.0, 0.1, 3, 0.3, 0, {}, 1.0), {}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("lost", "opened", "status", "retries"),
+    [
+        ((), [4], "completed", None),
+        ((3,), [2, 4], "completed", 1),
+        ((1, 2), [0, 0, 4], "completed", 2),
+        ((4, 6, 10), [3, 1, 3], "failed", 2),
+    ],
+)
+def test_a_trial_whose_process_was_lost_is_tried_again(
+    lost: tuple[int, ...], opened: list[int], status: str, retries: int | None
+) -> None:
+    """Slices that were lost are run again, so that ASHA compares trials of the same length."""
+    trial = object.__new__(SweepTrial)
+    group = _LosingGroup(*lost)
+    trial._group = cast(Any, group)
+    trial._trial_setup = cast(Any, SimpleNamespace(slices=4, objective="throughput"))
+    trial._begin({"trial": 1, "point": {"batch_size": 8}, "workers": 2})
+    reports = [trial.step()]
+    while not reports[-1]["done"]:
+        reports.append(trial.step())
+    row = reports[-1]["row"]
+    assert (row["status"], row["retries"]) == (status, retries)
+    assert group.opened == opened
+    if status == "failed":
+        assert row["reason"] == "worker 1 was lost (3 tries)"
+
+
+def test_a_failure_of_the_trial_itself_is_not_repeated() -> None:
+    trial = object.__new__(SweepTrial)
+    calls: list[Point] = []
+
+    def refuse(point: Point) -> None:
+        calls.append(point)
+        raise TrialFailure("failed", "ValueError: broken")
+
+    trial._group = cast(Any, SimpleNamespace(open=refuse, is_running=False))
+    trial._trial_setup = cast(Any, SimpleNamespace(slices=1, objective="throughput"))
+    trial._begin({"trial": 1, "point": {}, "workers": 1})
+    row = trial.step()["row"]
+    assert (row["status"], row["reason"], row["retries"]) == ("failed", "ValueError: broken", None)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("omp_threads", "threads"), [(None, 4), (1, 1), (3, 3), (64, 4)], ids=["not set", "1", "3", "too many"]
+)
+def test_trials_have_the_threads_that_the_user_sets(omp_threads: int | None, threads: int) -> None:
+    setup = cast(Any, SimpleNamespace(inventory=SimpleNamespace(omp_threads=omp_threads), cores=4))
+    chosen = trial_threads(setup)
+    assert chosen.value == threads
+    assert ("OMP_NUM_THREADS" in chosen.reason) == (threads < 4)
 
 
 @pytest.mark.parametrize(("interval", "expected"), [(float("inf"), None), (0.02, 0.02)])
