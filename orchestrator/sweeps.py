@@ -75,7 +75,7 @@ def _report(sweep: Sweep, folder: Path, screen: SweepScreen, was_stopped: bool) 
     if was_stopped:
         raise Interrupted(
             f"interrupted after {len(record.rows)} of {sweep.num_trials} trials; "
-            f"continue with: orchestrator sweep --resume {folder}"
+            f"continue with: orchestrator resume {folder}"
         )
     if record.best() is None:
         raise _without_result(record)
@@ -181,7 +181,7 @@ def check_new(config: Config) -> None:
     folder = _named_folder(config)
     if folder is not None and holds_sweep(folder):
         raise UserError(
-            f"{folder} holds a sweep already; continue it with --resume {folder}, "
+            f"{folder} holds a sweep already; continue it with: orchestrator resume {folder}; "
             "or choose another --run-dir or --name"
         )
 

@@ -1,4 +1,4 @@
-"""``orchestrator resume``: continue the run of a folder with its own settings."""
+"""``orchestrator resume``: continue the run or the sweep of a folder with its own settings."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.remote_record import local_record
-from orchestrator.storage.address import location_text
+from orchestrator.storage.address import location_text, refuse_address
 
 
 @dataclass(frozen=True)
 class ResumeOptions:
     """Continue the run of a folder from its newest good checkpoint, with the settings it has there.
 
-    Flags win over those settings, and every difference is shown and recorded.
+    Flags win over those settings, and every difference is shown and recorded. A sweep continues with
+    the trials that it has not finished; its settings stay as they are.
     """
 
     settings: Config
     folder: Path | None = None
-    """The folder of the run, or its address (s3://bucket/run1)."""
+    """The folder of the run or of the sweep, or the address of a run (s3://bucket/run1)."""
     config: Path | None = None
     """YAML file with settings that win over those of the folder; flags win over both."""
 
@@ -39,7 +40,12 @@ def run(argv: Sequence[str]) -> int:
         "orchestrator resume FOLDER names the run already; leave --{flag} out, or use orchestrator train",
     )
     with local_record(options.folder) as folder:
-        _check_folder(folder, location_text(options.folder))
+        is_sweep = _is_sweep(folder, location_text(options.folder))
+    if is_sweep:
+        from orchestrator.cli.sweep import SweepOptions, continue_sweep
+
+        refuse_address("orchestrator resume FOLDER of a sweep", options.folder)
+        return continue_sweep(options.folder, SweepOptions(options.settings), resolved)
     origins = dict(resolved.origins) | dict.fromkeys(("resume", "run_dir"), "orchestrator resume")
     return fit(Resolved(resolved.config.but(resume="auto", run_dir=options.folder), origins))
 
@@ -51,8 +57,9 @@ def refuse_run_flags(resolved: Resolved, message: str) -> None:
             raise UserError(message.format(flag=name.replace("_", "-")))
 
 
-def _check_folder(folder: Path, shown: str) -> None:
-    """Raise UserError unless the folder holds a run that the command line can continue.
+def _is_sweep(folder: Path, shown: str) -> bool:
+    """Return whether the folder holds a sweep; UserError unless it is one, or a run that the command line
+    can continue.
 
     ``shown`` is the folder as the user named it."""
     from orchestrator.config.reader import read_file
@@ -64,9 +71,7 @@ def _check_folder(folder: Path, shown: str) -> None:
         raise UserError(f"{shown}: there is no such folder; give the folder of a run")
     check_links(folder)
     if holds_sweep(folder):
-        raise UserError(
-            f"{shown} is the folder of a sweep; continue it with: orchestrator sweep --resume {shown}"
-        )
+        return True
     if not holds_run(folder):
         raise UserError(
             f"{shown} holds no run: no start is recorded in its events.jsonl; begin one with train"
@@ -78,3 +83,4 @@ def _check_folder(folder: Path, shown: str) -> None:
             f"the run in {shown} trains an object of a Python program ({task}), which no command line can "
             f"name; continue it in Python: {resume_call(shown)}"
         )
+    return False

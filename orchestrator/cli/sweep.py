@@ -26,7 +26,7 @@ from orchestrator.sweeps import check_new
 class SweepOptions:
     """Compare settings in short trials, and write tables of how they scale.
 
-    An interrupted sweep continues with --resume FOLDER (its own folder; auto takes the newest),
+    An interrupted sweep continues with 'orchestrator resume FOLDER', or --resume auto for the newest,
     without the other flags: its settings are in the ledger, and finished trials count.
     """
 
@@ -74,11 +74,8 @@ def run(argv: Sequence[str]) -> int:
         sweep = _requested_sweep(options)
         check_new(resolved.config)
         Trainer(config=resolved).sweep(sweep)
-    else:
-        masked = masked_settings(read_sweep_record(folder)) if holds_sweep(folder) else frozenset()
-        _check_resumed(options, resolved, masked)
-        resume_sweep(folder, resolved, options.concurrent)
-    return 0
+        return 0
+    return continue_sweep(folder, options, resolved)
 
 
 def _requested_sweep(options: SweepOptions) -> Sweep:
@@ -94,6 +91,14 @@ def _requested_space(options: SweepOptions) -> Space:
 
 
 # --- continuing a sweep
+
+
+def continue_sweep(folder: Path, options: SweepOptions, resolved: Resolved) -> int:
+    """Continue a sweep with the settings in its ledger; UserError for others that are given."""
+    masked = masked_settings(read_sweep_record(folder)) if holds_sweep(folder) else frozenset()
+    _check_resumed(options, resolved, masked)
+    resume_sweep(folder, resolved, options.concurrent)
+    return 0
 
 
 def _resumed_folder(config: Config) -> Path | None:

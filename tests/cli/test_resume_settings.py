@@ -184,7 +184,7 @@ def test_a_run_that_still_goes_on_is_neither_resumed_nor_begun_again(call: Call,
         (("nowhere",), "nowhere: there is no such folder"),
         (("empty",), "empty holds no run"),
         (("empty", "--name", "two"), "names the run already; leave --name out"),
-        (("sweep",), "continue it with: orchestrator sweep --resume sweep"),
+        (("sweep", "--epochs", "3"), "a resumed sweep continues with the settings it began with; leave out "),
         (("object",), "continue it in Python: Trainer("),
     ],
 )

@@ -73,8 +73,9 @@ def test_a_space_without_a_feasible_point_starts_no_cluster(capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("no_cluster")
+@pytest.mark.parametrize("command", [("sweep", "--resume"), ("resume",)])
 def test_a_finished_sweep_is_drawn_again_without_a_cluster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
         TrialRow(n, {"workers": n}, "completed", workers=n, samples_per_second=float(n), interval=0.01)
@@ -82,13 +83,13 @@ def test_a_finished_sweep_is_drawn_again_without_a_cluster(
     ]
     space = ["workers=1,2,3,4"]
     finished = write_ledger(tmp_path / "finished", space, *rows)
-    assert main(["sweep", "--resume", str(finished)]) == 0
+    assert main([*command, str(finished)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "are done already" in shown
     assert "the best is number 4" in shown
     assert (finished / "report.html").is_file()
     with pytest.raises(AssertionError, match="a cluster was started"):
-        main(["sweep", "--resume", str(write_ledger(tmp_path / "unfinished", space, *rows[:3]))])
+        main([*command, str(write_ledger(tmp_path / "unfinished", space, *rows[:3]))])
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_a_killed_sweep_continues_from_its_ledger(shared_cluster: RayCluster, tm
     killed.communicate()
     before = (run_dir / LEDGER).read_text()
     assert len(rows_of(run_dir)) < 5
-    output = complete(shared_cluster, tmp_path, ["sweep", "--resume", str(run_dir), "--concurrent", "1"])
+    output = complete(shared_cluster, tmp_path, ["resume", str(run_dir)])
     assert (run_dir / LEDGER).read_text().startswith(before), "finished trials count"
     rows = rows_of(run_dir)
     assert [row.point for row in rows[1:]] == POINTS, "in the order of the file"
@@ -193,7 +193,7 @@ def test_an_interrupted_sweep_says_how_to_continue(shared_cluster: RayCluster, t
     wait_for_completed(process, run_dir, 1)
     os.kill(process.pid, signal.SIGINT)
     output = finish_run(process, code=130)
-    assert f"continue with: orchestrator sweep --resume {run_dir}" in output
+    assert f"continue with: orchestrator resume {run_dir}" in output
     assert 1 <= len(rows_of(run_dir)) < 40
     assert living_actors(shared_cluster) == []
 
