@@ -138,7 +138,7 @@ class TrainingRun:
         summary = write_summary(run_dir)
         if self.model is not None:
             copy_model(model, self.model, summary["final"]["step"])
-        draw_report(run_dir)
+        draw_report(run_dir, self.screen.note)
         for line in summary_lines(summary, run_dir):
             self.screen.note(line)
         if status == "stopped" and self.is_own_task:

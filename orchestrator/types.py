@@ -61,9 +61,16 @@ class Choice(Generic[T]):
     rejected: tuple[Rejected, ...] = ()
 
     @property
-    def is_used(self) -> bool:
-        """Whether the choice has an effect in this run; the reason of one without says so first."""
-        return not self.reason.startswith(NOT_USED)
+    def is_worth_a_row(self) -> bool:
+        """Whether the choice has an effect in this run, or shows that a given setting has none."""
+        return is_worth_a_row(self.reason)
+
+
+def is_worth_a_row(reason: str) -> bool:
+    """Return whether a table should show the choice with this reason, which says first if it is not used.
+
+    A setting that was given and has no effect is worth a row."""
+    return not reason.startswith(NOT_USED) or "instead of --" in reason
 
 
 def memory_part_text(name: str) -> str:

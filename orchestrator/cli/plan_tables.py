@@ -37,8 +37,7 @@ def _choices_table(plan: Plan, show_all: bool) -> Table:
     table = make_table("choice", "value", "reason, and what was weighed against it", title="plan")
     hidden = []
     for name, choice in plan.choices().items():
-        # A setting that was given and has no effect is worth a row.
-        if show_all or choice.is_used or "instead of --" in choice.reason:
+        if show_all or choice.is_worth_a_row:
             rejected = [f"not {entry.option}: {entry.why}" for entry in choice.rejected]
             table.add_row(name, value_text(choice.value), "\n".join([choice.reason, *rejected]))
         else:

@@ -19,7 +19,8 @@ def test_two_runs_are_compared_on_the_screen_and_in_files(call: Call, tmp_path: 
     assert "optim.learning_rate │ 0.1 │ 0.2" in text
     assert "│ [b]" in text or "┃ [b]" in text, "a name is no markup"
     assert "losses of a and [b] differ from step 1 on" in text
-    assert "noise unknown" in text
+    assert answer.lines[0] == "The same validation loss in all runs"
+    assert text.count("The noise is unknown") == 1
     assert (tmp_path / "results/comparison/comparison.html").is_file()
     content = json.loads((tmp_path / "results/comparison/comparison.json").read_text())
     assert [run["label"] for run in content["runs"]] == ["a", "[b]"]

@@ -66,6 +66,6 @@ def test_experts_in_a_loop_are_not_captured():
 
 def test_a_cpu_has_no_cuda_graphs():
     chosen = planned(CPU, SHORT).cuda_graph
-    assert (chosen.value, chosen.is_used) == (False, False)
+    assert (chosen.value, chosen.is_worth_a_row) == (False, False)
     with pytest.raises(UserError, match="CPU"):
         planned(CPU, SHORT, cuda_graph="on")

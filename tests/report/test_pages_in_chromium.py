@@ -14,16 +14,18 @@ from orchestrator.report.comparison.page import comparison_page
 from orchestrator.report.run.page import page
 from orchestrator.report.sweep.page import sweep_page
 from tests.report.comparison.helpers import runs_in, write_named
+from tests.report.run.test_learning import FALLING, OVERFITTED, run_of
 from tests.support.docs.browser import Browser, Scheme, find_chromium, open_browser
 from tests.support.fakes.fake_events import FakeRun
 from tests.support.fakes.fake_evolution import evolving_record
-from tests.support.fakes.fake_run import run_record
+from tests.support.fakes.fake_run import events_record, run_record
 from tests.support.fakes.fake_sweep import FakeSweep, write_record
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium on this machine")
 
 WIDE = 1280
 NARROW = 400
+LAPTOP = (1366, 768)
 MIN_CONTRAST = 4.5
 TAB = ("Tab", 9)
 RIGHT = ("ArrowRight", 39)
@@ -82,6 +84,18 @@ BARE_FIGURES = """
     colors.size > 1 && figure.querySelectorAll('.key').length < colors.size;
 }).map(figure => figure.outerHTML.slice(0, 160))
 """
+# Tables that are wider than their frames: their last columns are hidden until one scrolls.
+CLIPPED = """
+[...document.querySelectorAll('.scroll')].filter(frame => frame.scrollWidth > frame.clientWidth)
+  .map(frame => frame.getAttribute('aria-label'))
+"""
+FIRST_CHART = """
+(() => { const box = document.querySelector('.plot').getBoundingClientRect();
+  return {top: box.top, bottom: box.bottom}; })()
+"""
+TILE_ROWS = """
+new Set([...document.querySelector('.tiles')?.children ?? []].map(tile => tile.offsetTop)).size
+"""
 BARE_TABLES = """
 [...document.querySelectorAll('table')].filter(table => !table.querySelector('thead th[scope=col]') ||
   [...table.querySelectorAll('th')].some(head => !head.scope)).map(table => table.outerHTML.slice(0, 160))
@@ -111,12 +125,22 @@ def write_comparison_page(folder: Path) -> str:
     return comparison_page(compare(runs_in(*runs)))
 
 
+def write_overfitted_page(folder: Path) -> str:
+    """Write the page of a run with every tile: its best weights are not the kept ones, and it recovered."""
+    events = run_of(
+        FALLING, OVERFITTED, final={"step": 100, "weights": "last", "reason": "set by --keep-last"}
+    )
+    recovery = {"event": "recovery", "step": 50, "total_seconds": 2.0, "lost_steps": 3, "source": "memory"}
+    return page(events_record(folder, [*events, recovery]))
+
+
 PAGES: dict[str, Callable[[Path], str]] = {
     "dense run": lambda folder: page(run_record(folder, FakeRun(gpu=True, ooms=1, broken={5: "nan"}))),
     "hosted run": lambda folder: page(
         run_record(folder, FakeRun(hosted=True, workers=3, experts=5, layers=2, recover_at=50))
     ),
     "evolving run": lambda folder: page(evolving_record(folder)),
+    "overfitted run": write_overfitted_page,
     "sweep": write_sweep_page,
     "comparison": write_comparison_page,
 }
@@ -139,6 +163,23 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         files[name] = folder / "page.html"
         files[name].write_text(write(folder / "data"), encoding="utf-8")
     return files
+
+
+@pytest.mark.parametrize("name", ["dense run", "hosted run", "evolving run", "overfitted run", "comparison"])
+def test_the_first_curves_are_above_the_fold_of_a_laptop(
+    browser: Browser, pages: dict[str, Path], name: str
+) -> None:
+    browser.open(pages[name], *LAPTOP)
+    chart = browser.evaluate(FIRST_CHART)
+    assert chart["bottom"] <= LAPTOP[1], chart
+    assert browser.evaluate(TILE_ROWS) <= 1
+
+
+@pytest.mark.parametrize("name", ["dense run", "sweep"])
+def test_no_table_is_clipped_on_a_laptop(browser: Browser, pages: dict[str, Path], name: str) -> None:
+    browser.open(pages[name], *LAPTOP)
+    browser.evaluate("for (const part of document.querySelectorAll('details')) part.open = true")
+    assert browser.evaluate(CLIPPED) == []
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -18,6 +18,11 @@ from orchestrator.report.comparison.verdicts import Verdict, verdicts
 from orchestrator.report.run.outcome import status_text
 from orchestrator.types import JSON
 
+NOISE_UNKNOWN = (
+    "The noise is unknown: no setting was repeated. Two or three runs of each with another --seed show "
+    "which small differences are chance."
+)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -37,6 +42,22 @@ class Comparison:
         return tuple(run.label for run in self.runs)
 
     @property
+    def headline(self) -> str:
+        """Return the verdict on the first figure of quality in a sentence; empty if there is none."""
+        if not self.verdicts:
+            return ""
+        verdict = self.verdicts[0]
+        if verdict.outcome in ("far ahead", "better"):
+            return f"{verdict.best} is {verdict.outcome} in {verdict.figure}"
+        if verdict.outcome == "ahead":
+            return f"{verdict.best} is ahead in {verdict.figure}, perhaps by chance"
+        return {
+            "within noise": f"No difference in {verdict.figure} beyond the noise",
+            "equal": f"The same {verdict.figure} in all runs",
+            "one setting": "One setting, several seeds",
+        }[verdict.outcome]
+
+    @property
     def notes(self) -> list[str]:
         """Return what a reader must know before the figures."""
         lines = [f"{run.label}: {status_text(run.record)}." for run in self.runs if not run.is_complete]
@@ -45,6 +66,8 @@ class Comparison:
         if len({run.last_step for run in self.runs}) > 1:
             counts = ", ".join(f"{run.label} {run.last_step}" for run in self.runs)
             lines.append(f"The runs trained different numbers of steps: {counts}.")
+        if any(verdict.outcome in ("far ahead", "ahead") for verdict in self.verdicts):
+            lines.append(NOISE_UNKNOWN)
         return lines
 
     def to_json(self) -> dict[str, JSON]:

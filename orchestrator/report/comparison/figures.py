@@ -23,6 +23,8 @@ from orchestrator.report.run.stats import (
 from orchestrator.types import bytes_text, seconds_text, speed_text
 
 MAX_METRICS = 8
+_FAR_SHARE = 0.25
+"""A loss is far behind if it lacks this part of what the best one fell by, and exceeds it by this part."""
 _EQUAL_SHARE = 0.0005
 """Of a value: a smaller difference is shown as 0.0 %."""
 
@@ -38,6 +40,8 @@ class Figure:
     text_of: Callable[[float], str]
     is_quality: bool = False
     """Whether it measures what was learnt. Repeats with one seed say nothing about its noise."""
+    beginning: float | None = None
+    """The training loss before anything was learnt, of a validation loss."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -54,6 +58,13 @@ class Figure:
         """Whether two values are equal as they are shown. One that is shown coarsely must be near, too."""
         is_near = abs(one - other) < _EQUAL_SHARE * max(abs(one), abs(other))
         return one == other or (is_near and self.text_of(one) == self.text_of(other))
+
+    def is_far(self, best: float, other: float) -> bool:
+        """Whether a loss is so far behind that nobody needs seeds to see it."""
+        if self.beginning is None:
+            return False
+        lost = other - best
+        return lost >= _FAR_SHARE * (self.beginning - best) and lost >= _FAR_SHARE * abs(other)
 
 
 def figures(runs: Sequence[ComparedRun]) -> list[Figure]:
@@ -90,9 +101,16 @@ def _quality_figures(runs: Sequence[ComparedRun]) -> list[Figure]:
     for name in ("loss", *names):
         scores = tuple(score_number(event, name) if event else None for event in evaluations)
         mode = _mode(runs, name)
-        found.append(Figure(f"validation {name.replace('_', ' ')}", scores, mode, score_text, True))
+        beginning = _beginning(runs) if name == "loss" else None
+        label = f"validation {name.replace('_', ' ')}"
+        found.append(Figure(label, scores, mode, score_text, True, beginning))
     last = tuple(finite(run.record.steps[-1].get("loss")) if run.record.steps else None for run in runs)
     return [*found, Figure("train loss, last step", last, None, score_text, True)]
+
+
+def _beginning(runs: Sequence[ComparedRun]) -> float | None:
+    """Return the highest loss of a run's first step."""
+    return max((loss for run in runs for loss in values(run.record.steps[:1], "loss")), default=None)
 
 
 def _mode(runs: Sequence[ComparedRun], name: str) -> Mode | None:

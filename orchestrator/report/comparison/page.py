@@ -14,7 +14,7 @@ from orchestrator.report.comparison.verdicts import Outcome
 from orchestrator.report.draw.markup import esc, header_cells, table
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run.page import document
-from orchestrator.report.run.sections import TONES, charts, heading
+from orchestrator.report.run.sections import TONES, charts, heading, with_code
 from orchestrator.report.run.stats import plural
 from orchestrator.report.run.svg import curve_key
 from orchestrator.report.run.timeline import TimelineRow, timeline_rows
@@ -24,7 +24,8 @@ DATA = "comparison.json"
 OUTCOME_TONES: dict[Outcome, str] = {
     "better": "good",
     "within noise": "calm",
-    "noise unknown": "warn",
+    "far ahead": "good",
+    "ahead": "info",
     "equal": "calm",
     "one setting": "info",
 }
@@ -43,11 +44,11 @@ def comparison_page(comparison: Comparison) -> str:
     runs = comparison.runs
     body = [
         _header(comparison),
-        _notes(comparison),
+        _first_card(comparison),
+        charts("By step", panels_by_step(runs)),
         _verdicts(comparison),
         heading("Results", f"validation: {comparison.judged_at}") + _results(comparison),
         _differences(comparison, "Settings that differ", comparison.settings),
-        charts("By step", panels_by_step(runs)),
         charts("By time", panels_by_time(runs), "since the start, without pauses between sessions"),
         heading("Training losses, step by step") + _losses(comparison),
         _differences(comparison, "Hardware and software that differ", comparison.environment),
@@ -70,9 +71,18 @@ def _header(comparison: Comparison) -> str:
     return f'<header>{title}<div class="facts">{cells}</div></header>'
 
 
-def _notes(comparison: Comparison) -> str:
-    lines = "".join(f"<p>{esc(note)}</p>" for note in comparison.notes)
-    return f'<div class="card note t-warn">{lines}</div>' if lines else ""
+def _first_card(comparison: Comparison) -> str:
+    """Return the verdict on quality in a sentence, its figures, and what a reader must know first."""
+    first = comparison.verdicts[:1]
+    lines = [*(f"{verdict.figure}: {verdict.text}" for verdict in first), *comparison.notes]
+    if not lines:
+        return ""
+    tone = OUTCOME_TONES[first[0].outcome] if first else "warn"
+    title = f"<h3>{esc(comparison.headline)}</h3>" if first else ""
+    items = "".join(f"<li>{with_code(line)}</li>" for line in lines)
+    return (
+        f'<div class="verdicts"><section class="card note t-{tone}">{title}<ul>{items}</ul></section></div>'
+    )
 
 
 def _verdicts(comparison: Comparison) -> str:

@@ -20,7 +20,10 @@ from orchestrator.report.comparison.runs import SEED, ComparedRun
 from orchestrator.report.run.stats import device_name, plural
 
 CONFIDENCE = 0.95
-Outcome = Literal["better", "within noise", "noise unknown", "equal", "one setting"]
+Outcome = Literal["better", "within noise", "far ahead", "ahead", "equal", "one setting"]
+"""``far ahead`` and ``ahead`` without a word about noise: no setting was repeated, so that it is unknown."""
+_FACTOR = 2.0
+"""Values whose ratio exceeds this are compared by it, others in per cent."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,8 @@ def _verdict(figure: Figure, samples: Sequence[_Sample]) -> Verdict | None:
     margins = {sample.label: _margin(noise, best, sample, len(samples)) for sample in others}
     found = _comparison_text(figure, best, others)
     if noise is None:
-        advice = "noise unknown: no setting was repeated with another seed"
-        if not figure.is_quality:
-            advice = "noise unknown: no setting was repeated"
-        return Verdict(figure.name, "noise unknown", best.label, f"{found}; {advice}")
+        outcome = "far ahead" if figure.is_far(best.mean, others[0].mean) else "ahead"
+        return Verdict(figure.name, outcome, best.label, found)
     tied = [sample for sample in others if abs(sample.mean - best.mean) <= margins[sample.label]]
     if tied:
         names = ", ".join(sample.label for sample in tied)
@@ -136,11 +137,16 @@ def _verdict_of_one(figure: Figure, sample: _Sample) -> Verdict | None:
 
 def _comparison_text(figure: Figure, best: _Sample, others: Sequence[_Sample]) -> str:
     second = others[0]
-    apart = abs(best.mean - second.mean)
-    relative = f", {apart / abs(second.mean):.1%} apart" if second.mean else ""
-    against = f"{figure.text_of(second.mean)} of {second.label}{relative}"
+    against = f"{figure.text_of(second.mean)} of {second.label}{_apart_text(best.mean, second.mean)}"
     rank = "ahead" if len(others) == 1 else f"first of {len(others) + 1} settings"
     return f"{best.label} is {rank}: {figure.text_of(best.mean)} against {against}"
+
+
+def _apart_text(one: float, other: float) -> str:
+    low, high = sorted((one, other))
+    if low > 0 and high > _FACTOR * low:
+        return f", a factor of {high / low:.2g}"
+    return f", {abs(one - other) / abs(other):.1%} apart" if other else ""
 
 
 @dataclass(frozen=True)

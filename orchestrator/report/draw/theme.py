@@ -19,9 +19,9 @@ CSS = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--bg); color: var(--ink); -webkit-text-size-adjust: 100%;
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 36px 24px 56px; }
+main { max-width: 1180px; margin: 0 auto; padding: 24px 24px 56px; }
 h1 { margin: 0; font-size: 28px; line-height: 1.2; letter-spacing: -.02em; overflow-wrap: anywhere; }
-h2 { margin: 40px 0 14px; font-size: 17px; letter-spacing: -.01em; }
+h2 { margin: 32px 0 12px; font-size: 17px; letter-spacing: -.01em; }
 h2 small { margin-left: 8px; color: var(--muted); font-size: 13px; font-weight: 400; letter-spacing: 0; }
 p { margin: 0; }
 code, .mono { overflow-wrap: anywhere; font-size: .9em;
@@ -37,18 +37,19 @@ code { padding: 1px 5px; border-radius: 4px; background: var(--fill); }
 .facts { display: flex; flex-wrap: wrap; gap: 4px 22px; margin-top: 10px; color: var(--soft); font-size: 14px; }
 .facts span { color: var(--muted); margin-right: 6px; }
 .card { padding: 18px 20px; border: 1px solid var(--line); border-radius: 12px; background: var(--card); box-shadow: var(--shadow); }
-.note { margin-top: 20px; border-left: 4px solid var(--tone); overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 12px; margin-top: 24px; }
-.tile { padding: 14px 16px 13px; }
+.note { margin-top: 12px; padding: 11px 16px; border-left: 4px solid var(--tone); overflow-wrap: anywhere; font-size: 14px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 16px; }
+.tile { padding: 10px 16px 9px; }
 .tile b { display: block; margin: 2px 0; font-size: 25px; font-weight: 650; line-height: 1.2; letter-spacing: -.02em;
   font-variant-numeric: tabular-nums; }
 .tile b i { font-size: 14px; font-style: normal; font-weight: 500; letter-spacing: 0; color: var(--soft); }
 h2 + .tiles { margin-top: 0; } .tiles + .grid { margin-top: 14px; }
 .label { color: var(--muted); font-size: 13px; }
-.verdict { display: grid; grid-template-columns: minmax(190px, 1fr) 2fr 2fr; gap: 8px 32px; margin-top: 12px; }
-.verdict h3 { margin: 2px 0 0; font-size: 19px; line-height: 1.25; letter-spacing: -.01em; }
-.verdict ul { margin: 4px 0 0; padding-left: 17px; font-size: 14px; color: var(--soft); }
-.verdict li { margin-bottom: 5px; }
+.verdicts { display: grid; grid-auto-columns: minmax(0, 1fr); grid-auto-flow: column; gap: 12px; margin-top: 12px; }
+.verdicts .card { margin: 0; padding: 11px 16px 6px; }
+.verdicts h3 { margin: 0 0 4px; font-size: 18px; line-height: 1.25; letter-spacing: -.01em; }
+.verdicts ul { margin: 2px 0 4px; padding-left: 16px; font-size: 13.5px; line-height: 1.4; color: var(--soft); }
+.verdicts li { margin-bottom: 2px; } .verdicts + h2 { margin-top: 16px; }
 .grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; }
 .grid.three { grid-template-columns: repeat(3, minmax(0, 1fr)); }
 .grid:not(.three) > :last-child:nth-child(odd) { grid-column: 1 / -1; }
@@ -63,7 +64,7 @@ figcaption .unit { margin-left: -8px; }
 .key.dash1::before { background: repeating-linear-gradient(90deg, var(--c) 0 4px, transparent 4px 6px); }
 .key.dash2::before { background: repeating-linear-gradient(90deg, var(--c) 0 2px, transparent 2px 4px); }
 .keys { margin-left: auto; display: flex; flex-wrap: wrap; gap: 0 12px; }
-.plot { position: relative; height: 190px; margin: 10px 4px 24px 44px; touch-action: pan-y; }
+.plot { position: relative; height: 180px; margin: 10px 4px 24px 44px; touch-action: pan-y; }
 .plot svg { display: block; width: 100%; height: 100%; overflow: visible; }
 .plot span { position: absolute; color: var(--muted); font-size: 11.5px; line-height: 1; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
@@ -79,6 +80,7 @@ svg .dash1 { stroke-dasharray: 8 5; stroke-linecap: butt; } svg .dash2 { stroke-
 svg .dots { stroke: var(--c); stroke-width: 6.5; }
 svg .bars { fill: var(--c); }
 svg .mark { stroke: var(--muted); stroke-width: 1; stroke-dasharray: 3 4; }
+svg .weights { stroke: var(--c); stroke-width: 1.6; }
 svg .broken { stroke: var(--bad); stroke-width: 1.5; stroke-linecap: butt; }
 .cursor { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--muted); pointer-events: none; }
 .tip { position: absolute; z-index: 2; top: 4px; padding: 6px 10px; border-radius: 8px; background: var(--ink); color: var(--bg);
@@ -135,7 +137,7 @@ tr.plain td { color: var(--muted); }
 tr.best td:first-child { box-shadow: inset 3px 0 var(--c1); }
 .dense { font-size: 13px; } .dense th, .dense td { padding: 6px; } .dense td:nth-child(2) { min-width: 0; }
 .dense th:first-child, .dense td:first-child { padding-left: 20px; } .dense td { white-space: nowrap; }
-.dense th { font-size: 12px; } .dense .figure { text-align: right; } .dense td.wrap { min-width: 260px; white-space: normal; }
+.dense th { font-size: 12px; white-space: normal; vertical-align: bottom; } .dense .figure { text-align: right; } .dense td.wrap { min-width: 260px; white-space: normal; }
 .dense .stack { width: 96px; height: 11px; margin: 4px 0; border-radius: 4px; }
 .dense + .parts, .scroll + .parts { padding: 10px 20px 14px; border-top: 1px solid var(--line); }
 th button { all: unset; cursor: pointer; white-space: nowrap; } th button:hover { color: var(--ink); }
@@ -191,7 +193,7 @@ footer { margin-top: 44px; color: var(--muted); font-size: 13px; overflow-wrap: 
 .t-calm { --tone: var(--c5); } .t-info { --tone: var(--c0); }
 @media (max-width: 760px) {
   main { padding: 24px 14px 40px; }
-  .grid, .grid.three, .verdict { grid-template-columns: minmax(0, 1fr); }
+  .grid, .grid.three { grid-template-columns: minmax(0, 1fr); } .verdicts { grid-auto-flow: row; }
   .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); }
   .times li { grid-template-columns: 72px 1fr; gap: 0 12px; }
   th, td, summary { padding-left: 14px; padding-right: 14px; } td:first-child { white-space: normal; }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from orchestrator.report.run.hosts_section import hosts_section
 from orchestrator.report.run.plan_section import choices_table, settings_table
 from orchestrator.report.run.plots import draw_all
 from orchestrator.report.run.read import RunRecord, finite, read_run_record, section
-from orchestrator.report.run.text import performance_summary
+from orchestrator.report.run.text import performance_summary, verdict_lines
 from orchestrator.report.run.timeline import timeline_list
 from orchestrator.types import bytes_text
 
@@ -33,9 +33,13 @@ MAX_TIME = 4e9
 """Unix seconds; a damaged file may hold times that no date can represent."""
 
 
-def draw_report(folder: Path) -> list[Path]:
-    """Draw pictures, text and page from a run folder alone and return the paths of the written files."""
+def draw_report(folder: Path, note: Callable[[str], None] | None = None) -> list[Path]:
+    """Draw pictures, text and page from a run folder alone and return the paths of the written files.
+
+    ``note`` receives the verdicts of the page, a line each."""
     record = read_run_record(folder)
+    for line in verdict_lines(record) if note is not None else ():
+        note(line)
     # The page comes last: a reader of it finds the other files complete.
     summary = write_whole(folder / SUMMARY, performance_summary(record))
     pictures = [*draw_all(record, folder), *write_graph_files(record, folder)]
@@ -50,7 +54,7 @@ def page(record: RunRecord) -> str:
         sections.header(record),
         sections.notes(record),
         sections.tiles(record),
-        sections.verdict_boxes(record),
+        sections.verdict_cards(record),
         sections.training_section(record),
         generations_section(record),
         evolution_section(record),

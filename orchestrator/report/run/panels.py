@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from orchestrator.report.draw.axes import Axis, step_axis, time_axis, value_axis
 from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, number, section
-from orchestrator.report.run.stats import metric_names, score, unit_name
+from orchestrator.report.run.stats import best_evaluation, metric_names, score, unit_name
 from orchestrator.types import GIB
 
 Points = list[tuple[float, float]]
@@ -56,6 +56,8 @@ class Panel:
     span: tuple[float, ...] = ()
     """Steps or times that the x axis must include, so that all charts of a page have the same axis."""
     marks: tuple[tuple[float, str], ...] = ()
+    weights: tuple[tuple[float, str], ...] = ()
+    """Steps whose weights the run ended with, or that were the best, each with its words for the legend."""
     non_finite_steps: tuple[float, ...] = ()
     """Steps whose value was nan or infinite."""
 
@@ -193,9 +195,21 @@ def _score_panel(record: RunRecord, name: str) -> Panel:
         *_smoothed_curves("train", train),
         PanelCurve("validation", decimate(validation, MAX_DOTS), "dots", 1),
     )
+    panel = Panel(name.replace("_", " ").capitalize(), curves, weights=_weights(record) if validation else ())
     if name != "loss":
-        return Panel(name.replace("_", " ").capitalize(), curves)
-    return Panel("Loss", curves, marks=_marks(record), non_finite_steps=_non_finite_steps(record, "loss"))
+        return panel
+    return replace(panel, marks=_marks(record), non_finite_steps=_non_finite_steps(record, "loss"))
+
+
+def _weights(record: RunRecord) -> tuple[tuple[float, str], ...]:
+    """Return the step whose weights were kept, and the best one where it is another; kept ones come first."""
+    kept = record.final["step"] if record.final is not None else None
+    best = best_evaluation(record)
+    found = [] if kept is None else [(float(kept), f"kept: step {kept}")]
+    if best is not None and best["step"] != kept:
+        so_far = " so far" if kept is None else ""
+        found.append((float(best["step"]), f"best{so_far}: step {best['step']}"))
+    return tuple(found)
 
 
 def _marks(record: RunRecord) -> tuple[tuple[float, str], ...]:

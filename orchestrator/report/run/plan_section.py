@@ -7,22 +7,30 @@ from typing import Any
 
 from orchestrator.report.draw.markup import esc, header_cells, table
 from orchestrator.report.run.read import RunRecord, entries, section
+from orchestrator.types import is_worth_a_row
 
 
 def choices_table(record: RunRecord) -> str:
-    """Return the plan's choices, their reasons, and the rejected options."""
-    choices = section(record.plan, "choices")
-    rows = ""
-    for name in choices:
-        choice = section(choices, name)
-        if choice:
-            value = f'<td class="mono">{_value(choice.get("value"))}</td>'
-            reason = f"<td>{esc(choice.get('reason') or '')}{_rejected(choice)}</td>"
-            rows += f'<tr><td class="mono">{esc(name)}</td>{value}{reason}</tr>'
+    """Return the plan's choices that have an effect, their reasons, and the rejected options."""
+    named = section(record.plan, "choices")
+    choices = {name: choice for name in named if (choice := section(named, name))}
+    used = {
+        name: choice for name, choice in choices.items() if is_worth_a_row(str(choice.get("reason") or ""))
+    }
+    rows = "".join(_choice_row(name, choice) for name, choice in used.items())
     if not rows:
         return ""
+    num_unused = len(choices) - len(used)
+    unused = f", {num_unused} without effect in this run are in plan.json" if num_unused else ""
+    summary = f"Choices of the plan <small>{len(used)}{unused}</small>"
     shown = table("Choices of the plan", header_cells("setting", "chosen", "reason"), rows)
-    return f'<details class="card" open><summary>Choices of the plan</summary>{shown}</details>'
+    return f'<details class="card"><summary>{summary}</summary>{shown}</details>'
+
+
+def _choice_row(name: str, choice: dict[str, Any]) -> str:
+    value = f'<td class="mono">{_value(choice.get("value"))}</td>'
+    reason = f"<td>{esc(choice.get('reason') or '')}{_rejected(choice)}</td>"
+    return f'<tr><td class="mono">{esc(name)}</td>{value}{reason}</tr>'
 
 
 def _rejected(choice: dict[str, Any]) -> str:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_DOTS = 40
+WEIGHTS_COLORS = (COLORS[4], COLORS[3])
+"""Of the step whose weights were kept, and of the best one where it is another."""
 
 
 def draw_all(record: RunRecord, folder: Path) -> list[Path]:
@@ -65,7 +67,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     _draw_marks(axes, panel)
     _set_scale(axes, panel)
     axes.set_xlabel(panel.x_label, fontsize=8, color=MUTED, loc="right", labelpad=1)
-    if panel.needs_legend or panel.non_finite_steps:
+    if panel.needs_legend or panel.weights or panel.non_finite_steps:
         axes.legend(fontsize=7.5, frameon=False, labelcolor=MUTED, handlelength=1.4, loc="best")
 
 
@@ -89,10 +91,13 @@ def _draw_curve(axes: Axes, curve: PanelCurve) -> None:
 
 
 def _draw_marks(axes: Axes, panel: Panel) -> None:
-    """Draw resumes and out-of-memory steps as thin lines, nan and inf as red ticks on the lower edge."""
+    """Draw resumes and out-of-memory steps as dashed lines, kept weights as a solid one, and nan and inf as
+    red ticks on the lower edge."""
     for step, kind in panel.marks:
         color = BAD if kind == "oom" else MUTED
         axes.axvline(step, color=color, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0.5)
+    for (step, text), color in zip(panel.weights, WEIGHTS_COLORS, strict=False):
+        axes.axvline(step, color=color, linewidth=1.4, zorder=0.6, label=text)
     if panel.non_finite_steps:
         heights = [0.02] * len(panel.non_finite_steps)
         look: dict[str, Any] = {"color": BAD, "markersize": 7, "label": "nan or infinite"}

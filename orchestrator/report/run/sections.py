@@ -8,9 +8,10 @@ from statistics import fmean
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.expert_load import LayerLoad, layer_loads
 from orchestrator.report.run.finding import Finding
+from orchestrator.report.run.learning import learning_finding
 from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text
 from orchestrator.report.run.panels import Panel, device_panels, training_panels
-from orchestrator.report.run.quality_findings import overfitting_finding, uneven_experts_finding
+from orchestrator.report.run.quality_findings import uneven_experts_finding
 from orchestrator.report.run.read import UNFINISHED, RunRecord, finite, section
 from orchestrator.report.run.stats import (
     best_evaluation,
@@ -38,20 +39,6 @@ from orchestrator.report.run.verdict import verdict
 from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, seconds_text
 
 TONES = {"completed": "good", "stopped": "info", "failed": "bad", UNFINISHED: "warn"}
-HEADLINES = {
-    "data": "The model waits for data",
-    "communication": "The workers wait for each other",
-    "recovery": "Failures take much of the time",
-    "memory": "Memory is the limit",
-    "compute": "Compute is the limit",
-    "host": "The GPU waits for Python",
-    "imbalance": "The work is unbalanced",
-    "evaluation": "Evaluation takes much of the time",
-    "checkpoint": "Checkpoints take much of the time",
-    "overfitting": "The model overfits",
-    "uneven experts": "Experts are used unevenly",
-    "unknown": "Not enough data for a verdict",
-}
 ESTIMATED_COLOR = 0
 MEASURED_COLOR = 5
 
@@ -75,7 +62,7 @@ def header(record: RunRecord) -> str:
         "precision": record.fact("precision"),
         "batch": record.fact("global_batch_size"),
         "parameters": count_text(num_parameters) if num_parameters else None,
-        "took": seconds_text(record.seconds) if record.seconds is not None else None,
+        "took": _duration_text(record),
     }
     known = {name: value for name, value in facts.items() if value not in (None, "")}
     shown = "".join(f"<div><span>{name}</span>{esc(value)}</div>" for name, value in known.items())
@@ -83,6 +70,13 @@ def header(record: RunRecord) -> str:
     badge = f'<span class="badge t-{tone}">{esc(record.status)}</span>'
     head = f'<div class="head"><h1>{esc(record.name)}</h1>{badge}</div>'
     return f'<header>{head}<div class="facts">{shown}</div></header>'
+
+
+def _duration_text(record: RunRecord) -> str | None:
+    if record.seconds is None:
+        return None
+    steps = f", {plural(len(record.steps), 'step', 'steps')}" if record.steps else ""
+    return seconds_text(record.seconds) + steps
 
 
 def notes(record: RunRecord) -> str:
@@ -94,11 +88,11 @@ def notes(record: RunRecord) -> str:
     if record.status == UNFINISHED:
         lines.append(("warn", status_text(record).capitalize() + "."))
     non_finite = non_finite_text(record)
-    if non_finite is not None:
+    if non_finite is not None and learning_finding(record).kind != "diverged":
         rate = "--learning-rate" if record.takes("learning_rate") else "learning rate"
         advice = f"A lower {rate} or --clip-norm may help."
         lines.append(("bad", f"Nan or infinite: {non_finite}. {advice}"))
-    return "".join(f'<div class="card note t-{tone}">{_with_code(text)}</div>' for tone, text in lines)
+    return "".join(f'<div class="card note t-{tone}">{with_code(text)}</div>' for tone, text in lines)
 
 
 def tiles(record: RunRecord) -> str:
@@ -119,14 +113,14 @@ def _quality_tiles(record: RunRecord) -> list[Tile]:
     shown: list[Tile] = []
     watched = watched_metric(record)
     final = final_evaluation(record)
+    best = best_evaluation(record)
     if final is not None:
         names = [watched] if watched != "loss" else [*metric_names(record)[:1], "loss"]
         name = next((name for name in names if score(final, name) is not None), "loss")
         below = f"at step {final['step']}"
         if record.final is not None:
-            below = f"final weights, of step {record.final['step']}"
+            below = f"kept weights, step {record.final['step']}"
         shown.append((f"validation {name}", esc(score_text(score(final, name))), below))
-    best = best_evaluation(record)
     if best is not None:
         text = score_text(score_number(best, watched))
         shown.append((f"best {watched}", esc(text), f"at step {best['step']}"))
@@ -151,9 +145,6 @@ def _speed_tiles(record: RunRecord) -> list[Tile]:
         if peak.efficiency:
             below = f"{peak.efficiency:.0%} of reserved"
         shown.append(("peak memory", with_unit(bytes_text(peak.allocated)), below))
-    if record.seconds is not None and record.steps:
-        steps = plural(len(record.steps), "step", "steps")
-        shown.append(("time", with_unit(seconds_text(record.seconds)), steps))
     return shown
 
 
@@ -176,31 +167,30 @@ def with_unit(text: str) -> str:
     return f"{esc(number)}<i> {esc(unit)}</i>" if unit.isalpha() or unit == "µs" else esc(text)
 
 
-def verdict_boxes(record: RunRecord) -> str:
-    """Return the findings about the result, if there are any, and the verdict on the speed."""
-    of_result = (overfitting_finding(record), uneven_experts_finding(record))
-    boxes = [_finding_box(finding, "result") for finding in of_result if finding is not None]
-    of_speed = verdict(record)
-    label = "speed" if of_speed.bound_by == "unknown" else f"bound by {of_speed.bound_by}"
-    return "".join((*boxes, _finding_box(of_speed, label)))
+def verdict_cards(record: RunRecord) -> str:
+    """Return how the model learnt, what the run was bound by, and other findings, side by side."""
+    speed_verdict = verdict(record)
+    label = "speed" if speed_verdict.kind == "unknown" else f"bound by {speed_verdict.kind}"
+    cards = [_finding_card(learning_finding(record), "learning"), _finding_card(speed_verdict, label)]
+    uneven = uneven_experts_finding(record)
+    if uneven is not None:
+        cards.append(_finding_card(uneven, "experts"))
+    return f'<div class="verdicts">{"".join(cards)}</div>'
 
 
-def _finding_box(finding: Finding, label: str) -> str:
-    # A run that is bound by compute uses its device well.
-    tone = {"unknown": "calm", "compute": "good"}.get(finding.bound_by, "warn")
+def _finding_card(finding: Finding, label: str) -> str:
     return (
-        f'<div class="card note verdict t-{tone}"><div><div class="label">{label}</div>'
-        f"<h3>{esc(HEADLINES[finding.bound_by])}</h3></div>"
-        f'<div><div class="label">because</div>{_list(finding.evidence)}</div>'
-        f'<div><div class="label">worth trying</div>{_list(finding.advice)}</div></div>'
+        f'<section class="card note t-{finding.tone}"><div class="label">{label}</div>'
+        f"<h3>{esc(finding.headline)}</h3>{_list(finding.evidence)}"
+        f'<div class="label">worth trying</div>{_list(finding.advice)}</section>'
     )
 
 
 def _list(lines: tuple[str, ...]) -> str:
-    return f"<ul>{''.join(f'<li>{_with_code(line)}</li>' for line in lines)}</ul>"
+    return f"<ul>{''.join(f'<li>{with_code(line)}</li>' for line in lines)}</ul>"
 
 
-def _with_code(text: str) -> str:
+def with_code(text: str) -> str:
     """Return text with flags of ours set as code."""
     flag = r"(?<![\w-])(--[a-z][a-z0-9-]*(?: (?:on|auto|bf16|reduce-overhead|[0-9][0-9.e-]*))?)"
     return re.sub(flag, r'<code class="flag">\1</code>', esc(text))

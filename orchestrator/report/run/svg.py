@@ -36,6 +36,8 @@ PART_COLORS = {
     "checkpoints": 3,
     "recovery": 4,
 }
+WEIGHTS_COLORS = ("--good", "--c3")
+"""Of the step whose weights were kept, and of the best one where it is another."""
 COLD = (43, 108, 176)
 WARM = (217, 72, 15)
 _OPAQUE = bytes((0, 0, 0, 255))
@@ -115,6 +117,10 @@ def _caption(panel: Panel) -> str:
     if panel.needs_legend:
         named = [curve for curve in panel.curves if curve.look != "raw"]
         keys += [curve_key(curve.label, curve.color) for curve in named]
+    keys += [
+        f'<span class="key" style="--c:var({color})">{esc(text)}</span>'
+        for (_, text), color in zip(panel.weights, WEIGHTS_COLORS, strict=False)
+    ]
     if panel.non_finite_steps:
         keys.append('<span class="key" style="--c:var(--bad)">nan or infinite</span>')
     unit = f'<span class="unit">{esc(panel.unit)}</span>' if panel.unit else ""
@@ -149,6 +155,11 @@ def _marks(panel: Panel, x: Axis) -> str:
     lines = [
         f'<path class="mark" d="M{_x(x, step)} 0V{SPAN}"><title>{esc(kind)}</title></path>'
         for step, kind in panel.marks
+    ]
+    lines += [
+        f'<path class="weights" style="--c:var({color})" d="M{_x(x, step)} 0V{SPAN}">'
+        f"<title>{esc(text)}</title></path>"
+        for (step, text), color in zip(panel.weights, WEIGHTS_COLORS, strict=False)
     ]
     non_finite = "".join(f"M{_x(x, step)} {SPAN - 45}V{SPAN}" for step in panel.non_finite_steps)
     return "".join(lines) + (f'<path class="broken" d="{non_finite}"/>' if non_finite else "")

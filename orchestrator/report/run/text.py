@@ -21,8 +21,9 @@ from orchestrator.report.run.host_load import (
     slowest_text,
     steps_text,
 )
+from orchestrator.report.run.learning import learning_finding
 from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text, weights_text
-from orchestrator.report.run.quality_findings import overfitting_finding, uneven_experts_finding
+from orchestrator.report.run.quality_findings import uneven_experts_finding
 from orchestrator.report.run.read import RunRecord, finite, section
 from orchestrator.report.run.stats import (
     best_evaluation,
@@ -64,6 +65,9 @@ def performance_summary(record: RunRecord) -> str:
     """Return the text of performance_summary.txt; sections without data are left out."""
     sections: dict[str, list[Line]] = {
         "Run": _run_lines(record),
+        "Learning": _finding_lines(learning_finding(record)),
+        "Bound by": _finding_lines(verdict(record)),
+        "Uneven experts": _optional_lines(uneven_experts_finding(record)),
         "Quality": _quality_lines(record),
         "Speed": _speed_lines(record),
         "A step": _bar_lines(phase_seconds(record)),
@@ -73,9 +77,6 @@ def performance_summary(record: RunRecord) -> str:
         "Hosts": _hosts_lines(record),
         "Device use": _device_lines(record),
         "Course": _course_lines(record),
-        "Overfitting": _optional_lines(overfitting_finding(record)),
-        "Uneven experts": _optional_lines(uneven_experts_finding(record)),
-        "Bound by": _verdict_lines(record),
     }
     title = f"Performance summary: {printable(record.name)}"[:WIDTH]
     body = [title, "=" * len(title)]
@@ -83,6 +84,16 @@ def performance_summary(record: RunRecord) -> str:
         if lines:
             body += ["", name, "-" * len(name), *_aligned(lines)]
     return "\n".join(body) + "\n"
+
+
+def verdict_lines(record: RunRecord) -> list[str]:
+    """Return how the model learnt and what the run was bound by, in a line each, for the terminal."""
+    verdicts = {"learning": learning_finding(record), "speed": verdict(record)}
+    return [
+        f"{name}: {finding.headline[0].lower()}{finding.headline[1:]} ({_printable(finding.evidence[0])})"
+        for name, finding in verdicts.items()
+        if finding.kind not in ("too short", "unknown")
+    ]
 
 
 def _run_lines(record: RunRecord) -> list[Line]:
@@ -324,17 +335,13 @@ def _warning_lines(record: RunRecord) -> list[Line]:
     return [("warning", text + (f" (×{count})" if count > 1 else "")) for text, count in counts.items()]
 
 
-def _verdict_lines(record: RunRecord) -> list[Line]:
-    finding = verdict(record)
-    return [("verdict", str(finding.bound_by)), *_finding_lines(finding)]
-
-
 def _optional_lines(finding: Finding | None) -> list[Line]:
     return _finding_lines(finding) if finding is not None else []
 
 
 def _finding_lines(finding: Finding) -> list[Line]:
-    lines = [("because", line) for line in finding.evidence]
+    lines = [("verdict", f"{finding.kind}: {finding.headline}")]
+    lines += [("because", line) for line in finding.evidence]
     return lines + [("try", line) for line in finding.advice]
 
 

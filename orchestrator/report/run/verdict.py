@@ -56,12 +56,8 @@ def verdict(record: RunRecord) -> Finding:
     if not findings:
         return _unmeasured(record)
     first, *others = findings
-    also = [
-        f"also {finding.bound_by}: {finding.evidence[0]}"
-        for finding in others
-        if finding.bound_by != "compute"
-    ]
-    return Finding(first.bound_by, (*first.evidence, *also), first.advice[:MAX_ADVICE])
+    also = [f"also {finding.kind}: {finding.evidence[0]}" for finding in others if finding.kind != "compute"]
+    return Finding(first.kind, (*first.evidence, *also), first.advice[:MAX_ADVICE])
 
 
 def _too_short(record: RunRecord) -> Finding:

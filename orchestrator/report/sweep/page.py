@@ -76,8 +76,8 @@ def sweep_page(record: SweepRecord) -> str:
         _note(record),
         tile_row([*_best_tiles(record), *_scaling_tiles(record), *_cost_tiles(record)]),
         _commands(record),
-        heading("Scaling") + charts + tables if charts or tables else "",
         picture_cards(record),
+        heading("Scaling") + charts + tables if charts or tables else "",
         heading("All trials") + trials_table(record) if record.rows else "",
         _footer(record),
     ]

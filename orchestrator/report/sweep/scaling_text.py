@@ -25,7 +25,7 @@ from orchestrator.types import PHASES, bytes_text
 PHASES_COLUMN = f"{' / '.join(PHASES)}, %"
 UNKNOWN = "–"
 
-_SETTINGS = ("strategy", "precision", "batch_size", "accumulation_steps", "global_batch_size")
+SCALING_SETTINGS = ("strategy", "precision", "batch_size", "accumulation_steps", "global_batch_size")
 
 
 def scaling_texts(record: SweepRecord, frame: Frame) -> Frame:
@@ -33,7 +33,7 @@ def scaling_texts(record: SweepRecord, frame: Frame) -> Frame:
     import pandas as pd
 
     rows = {row.trial: row for row in record.rows}
-    names = [*_SETTINGS, *other_swept(record)]
+    names = [*SCALING_SETTINGS, *other_swept(record)]
     has_loss = _has_loss(record)
     has_metric = record.objective not in (THROUGHPUT, VALIDATION_LOSS)
     cells = []

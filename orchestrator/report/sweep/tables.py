@@ -20,6 +20,7 @@ from orchestrator.report.sweep.facts import (
     objective_name,
     objective_value,
     one_line,
+    other_swept,
     setting_names,
     setting_text,
 )
@@ -27,6 +28,7 @@ from orchestrator.report.sweep.frames import scaling_frame
 from orchestrator.report.sweep.heatmap import is_number
 from orchestrator.report.sweep.scaling_text import (
     PHASES_COLUMN,
+    SCALING_SETTINGS,
     UNKNOWN,
     against_text,
     memory_text,
@@ -70,12 +72,15 @@ def scaling_tables(record: SweepRecord) -> str:
 
 
 def _scaling_table(record: SweepRecord, kind: str, points: Frame) -> str:
-    if not len(points):
+    # One row compares nothing: it stands in the tiles and in the table of trials.
+    if len(points) < 2:
         return ""
     rows = {row.trial: row for row in record.rows}
     numbers = points["series"].unique()
     shown = points[points["series"].isin(numbers[:MAX_SERIES])]
     texts = scaling_texts(record, shown)
+    common = _common_settings(record, texts)
+    texts = texts.drop(columns=list(common))
     head = "".join(header_cell(_short(name), name not in _TEXT_COLUMNS) for name in texts)
     body = []
     # Series are numbered from the fastest on, and stay in that order.
@@ -86,13 +91,20 @@ def _scaling_table(record: SweepRecord, kind: str, points: Frame) -> str:
             is_marked = kind != "best" and bool(point["best_of_its_devices"])
             body.append(_scaling_row(rows[point["trial"]], texts.loc[place].to_dict(), is_marked))
     cut = f", the {MAX_SERIES} fastest of {len(numbers)} series" if len(numbers) > MAX_SERIES else ""
-    summary = f"{_TITLES[kind]} <small>against {esc(against_text(points))}{cut}</small>"
+    alike = "".join(f"; {esc(name)} {esc(value)}" for name, value in common.items())
+    summary = f"{_TITLES[kind]} <small>against {esc(against_text(points))}{cut}{alike}</small>"
     keys = _phase_keys([rows[trial] for trial in points["trial"]])
     return _card(
         summary,
         table(_TITLES[kind], head, "".join(body), "dense") + keys,
         is_open=len(points) <= MAX_OPEN_ROWS,
     )
+
+
+def _common_settings(record: SweepRecord, texts: Frame) -> dict[str, str]:
+    """Return the settings that are the same in all rows: they need no columns."""
+    names = [name_text(name) for name in (*SCALING_SETTINGS, *other_swept(record))]
+    return {name: texts[name].iloc[0] for name in names if texts[name].nunique() == 1}
 
 
 def _card(summary: str, content: str, is_open: bool) -> str:

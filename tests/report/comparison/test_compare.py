@@ -10,13 +10,14 @@ import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.report.comparison.compare import compare
+from orchestrator.report.comparison.compare import NOISE_UNKNOWN, compare
 from orchestrator.report.comparison.differences import environment_differences, setting_differences
 from orchestrator.report.comparison.losses import loss_agreements
 from orchestrator.report.comparison.runs import MAX_RUNS, read_runs
 from orchestrator.types import GIB
 from tests.report.comparison.helpers import runs_in, write_named
 from tests.support.fakes.fake_events import FakeRun
+from tests.support.fakes.fake_run import write_events
 from tests.support.fakes.fake_sweep import write_sweep
 
 
@@ -119,6 +120,36 @@ def test_complete_runs_are_judged_by_their_final_weights(tmp_path: Path) -> None
     comparison = compare(runs_in(*folders))
     assert comparison.judged_at == "final weights"
     assert comparison.notes == ["The runs trained different numbers of steps: a 40, b 80."]
+
+
+@pytest.mark.parametrize(
+    ("losses", "outcome", "headline"),
+    [
+        ((4.7, 1.0), "far ahead", "b is far ahead in validation loss"),
+        ((1.04, 1.0), "ahead", "b is ahead in validation loss, perhaps by chance"),
+        # Both learnt nearly all there is to learn.
+        ((0.09, 0.04), "ahead", "b is ahead in validation loss, perhaps by chance"),
+        ((1.0, 1.0), "equal", "The same validation loss in all runs"),
+    ],
+)
+def test_a_plain_word_tells_far_from_near(
+    tmp_path: Path, losses: tuple[float, float], outcome: str, headline: str
+) -> None:
+    folders = []
+    for name, loss in zip("ab", losses, strict=True):
+        folder = write_named(tmp_path / name, FakeRun(steps=40), optim_schedule=name)
+        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        for event in events:
+            if event["event"] == "evaluate":
+                event["loss"] = loss
+            if event["event"] == "step" and event["step"] == 1:
+                event["loss"] = 6.0
+        write_events(folder, events)
+        folders.append(folder)
+    comparison = compare(runs_in(*folders))
+    assert comparison.verdicts[0].outcome == outcome
+    assert comparison.headline == headline
+    assert comparison.notes.count(NOISE_UNKNOWN) == (len({*losses}) > 1)
 
 
 def test_runs_of_different_tasks_are_refused(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def test_the_page_names_differences_verdicts_and_recoveries(tmp_path: Path) -> N
     two = write_named(tmp_path / "b", FakeRun(workers=3, recover_at=60, seed=1), optim_learning_rate=0.2)
     text = comparison_page(compare(runs_in(one, two)))
     assert "optim.learning_rate" in text
-    assert "noise unknown" in text
+    assert text.count("noise is unknown") == 1
+    assert text.index("<h2>By step") < text.index("<h2>Verdicts") < text.index("<h2>By time")
     assert ">recovery</span>" in text
     assert "By time" in text
 

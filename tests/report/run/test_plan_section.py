@@ -43,3 +43,16 @@ def test_malformed_entries_are_skipped(tmp_path):
     assert "&lt;b&gt;" in choices_table(record)
     assert "<i>" not in choices_table(record)
     assert "<tr" in settings_table(record)
+
+
+def test_choices_without_effect_are_left_out_and_the_table_is_closed(tmp_path):
+    """A model without experts needs no seven rows that say so."""
+    unused = {"value": "none", "reason": "not used: the model has no experts"}
+    given = {"value": 1, "reason": "not used: the model has no experts; 1 instead of --exchange-chunks 4"}
+    precision = {"value": "fp32", "reason": "this CPU has no bf16 units"}
+    choices = {"precision": precision, "placement": unused, "gate": unused, "exchange_chunks": given}
+    text = choices_table(with_plan(tmp_path, {"choices": choices}))
+    assert text.startswith('<details class="card"><summary>')
+    assert "2, 2 without effect in this run are in plan.json" in text
+    assert "placement" not in text
+    assert "exchange_chunks" in text

@@ -2,7 +2,8 @@
 
 import pytest
 
-from orchestrator.report.run.text import WIDTH, performance_summary
+from orchestrator.report.run.page import page
+from orchestrator.report.run.text import WIDTH, performance_summary, verdict_lines
 from tests.support.fakes.fake_events import PHASES_PARALLEL, FakeRun, run_events
 from tests.support.fakes.fake_evolution import evolving_record
 from tests.support.fakes.fake_run import events_record, run_record
@@ -131,3 +132,16 @@ def test_the_changes_of_experts_are_counted(tmp_path):
     text = performance_summary(evolving_record(tmp_path))
     assert "changes               2 born, 1 warmed, 1 merged, 1 pruned, 1 undone" in text
     assert "layers × experts      2 × 5" in text
+
+
+def test_the_terminal_says_what_page_and_text_say(tmp_path):
+    record = run_record(tmp_path, FakeRun(steps=120))
+    learning, bound_by = verdict_lines(record)
+    text = performance_summary(record)
+    assert learning.startswith("learning: the loss ")
+    assert bound_by.startswith("speed: compute is the limit (")
+    for line in (learning, bound_by):
+        headline = line.partition(": ")[2].partition(" (")[0]
+        assert headline.capitalize() in text
+        assert headline.capitalize() in page(record)
+    assert verdict_lines(run_record(tmp_path / "short", FakeRun(steps=4, epochs=1))) == []

@@ -86,7 +86,7 @@ def advised_flags(finding, *flags):
 )
 def test_each_cause_is_found_with_advice(tmp_path, fields, bound_by, flag):
     finding = verdict_of(tmp_path, **fields)
-    assert finding.bound_by == bound_by
+    assert finding.kind == bound_by
     assert flag in " ".join(finding.advice)
     assert finding.evidence
     assert 1 <= len(finding.advice) <= 3
@@ -104,7 +104,7 @@ def test_each_cause_is_found_with_advice(tmp_path, fields, bound_by, flag):
 def test_uneven_hosts_get_advice_that_the_run_can_take(tmp_path, taken, advised):
     fields = {"workers": 2, "experts": 8, "hosted": True, "skew": 1.0, "sizes": (64,)}
     finding = verdict_of(tmp_path, taken=taken, **fields)
-    assert finding.bound_by == "imbalance"
+    assert finding.kind == "imbalance"
     assert finding.advice
     assert advised_flags(finding, "--balance-bias", "--balance-loss", "--experts", "--top-k") == advised
 
@@ -142,7 +142,7 @@ def test_waiting_hosts_are_shown_with_figures(tmp_path):
     both = verdict_of(
         tmp_path / "c", workers=3, experts=5, hosted=True, exchange=0.3, phases=MOSTLY_COMMUNICATION
     )
-    assert both.bound_by == "communication"
+    assert both.kind == "communication"
     assert [line.split()[0] for line in both.evidence] == ["28%", "48%", "also"]
     assert len(both.advice) == 3
 
@@ -160,31 +160,31 @@ def test_a_bias_that_is_set_already_is_not_advised(tmp_path):
     assert "--balance-bias" in " ".join(verdict(read_run_record(folder)).advice)
     (folder / "config.yaml").write_text("moe: {balance_bias: 0.001}\n")
     finding = verdict(read_run_record(folder))
-    assert finding.bound_by == "imbalance"
+    assert finding.kind == "imbalance"
     assert advised_flags(finding, "--balance-bias", "--balance-loss") == ["--balance-loss"]
 
 
 def test_a_checkpoint_in_the_background_is_no_bottleneck(tmp_path):
-    assert verdict_of(tmp_path, workers=2, checkpoint_s=2.0).bound_by == "compute"
+    assert verdict_of(tmp_path, workers=2, checkpoint_s=2.0).kind == "compute"
 
 
 def test_other_findings_are_added_to_the_evidence(tmp_path):
     finding = verdict_of(tmp_path, phases=MOSTLY_DATA, workers=3, experts=5, hosted=True, skew=0.0)
-    assert finding.bound_by == "data"
+    assert finding.kind == "data"
     assert any(line.startswith("also imbalance:") for line in finding.evidence)
 
 
 def test_memory_shortage_counts_even_in_a_short_run(tmp_path):
-    assert verdict_of(tmp_path, steps=2, epochs=1, ooms=1).bound_by == "memory"
+    assert verdict_of(tmp_path, steps=2, epochs=1, ooms=1).kind == "memory"
 
 
 def test_a_gpu_with_long_steps_does_not_wait_for_python(tmp_path):
-    assert verdict_of(tmp_path, gpu=True, utilization=20.0, step_s=0.5).bound_by != "host"
+    assert verdict_of(tmp_path, gpu=True, utilization=20.0, step_s=0.5).kind != "host"
 
 
 def test_a_cpu_run_gets_no_evidence_about_a_gpu(tmp_path):
     finding = verdict_of(tmp_path, step_s=0.001, evaluate_s=0.0, checkpoint_s=0.0)
-    assert finding.bound_by == "compute"
+    assert finding.kind == "compute"
     assert not any("GPU is busy" in line for line in finding.evidence)
 
 
@@ -251,7 +251,7 @@ def test_a_gpu_run_in_fp32_is_advised_bf16(tmp_path):
 def test_without_phases_and_monitor_nothing_is_claimed(tmp_path):
     events = [event for event in run_events(FakeRun()) if event["event"] not in ("phases", "monitor")]
     finding = verdict(events_record(tmp_path, events))
-    assert finding.bound_by == "unknown"
+    assert finding.kind == "unknown"
     assert "--profile" in " ".join(finding.advice)
 
 
@@ -262,13 +262,13 @@ def test_loader_workers_stay_within_the_cores(tmp_path):
 def test_uneven_experts_of_one_device_do_not_slow_a_run(tmp_path):
     """A device computes the rows of all its experts, however they are divided."""
     finding = verdict_of(tmp_path, experts=8, skew=2.0)
-    assert finding.bound_by == "compute"
+    assert finding.kind == "compute"
     assert not any("imbalance" in line for line in finding.evidence)
 
 
 def test_a_finding_is_a_frozen_value(tmp_path):
     with pytest.raises(dataclasses.FrozenInstanceError):
-        verdict_of(tmp_path).bound_by = "data"  # type: ignore[misc]
+        verdict_of(tmp_path).kind = "data"  # type: ignore[misc]
 
 
 def test_exchange_chunks_are_advised_if_compute_can_overlap_the_exchange(tmp_path):
@@ -305,6 +305,6 @@ def test_placement_by_cost_is_advised_if_hosts_wait_for_a_slow_one(tmp_path, set
     folder = write_run(tmp_path, FakeRun(**fields))
     (folder / "config.yaml").write_text(settings + "\n")
     finding = verdict(read_run_record(folder))
-    assert finding.bound_by == "communication"
+    assert finding.kind == "communication"
     assert advised in finding.advice[0]
     assert ("places experts by their cost" in finding.advice[0]) is bool(advised)

@@ -68,6 +68,24 @@ def test_a_full_sweep_has_all_sections(tmp_path) -> None:
     assert f"orchestrator train --tuned {tmp_path}" in plain
 
 
+def test_what_matters_comes_before_scaling_and_one_row_is_no_scaling_table(tmp_path) -> None:
+    text = sweep_page(write_record(tmp_path / "many", EXPERTS))
+    assert text.index("<h2>What matters") < text.index("<h2>Scaling") < text.index("<h2>All trials")
+    one = sweep_page(
+        write_record(tmp_path / "one", FakeSweep(space={"batch_size": (16, 64), "workers": (1,)}))
+    )
+    assert "<h2>Scaling" not in one
+    assert "<h2>All trials" in one
+
+
+def test_a_setting_that_is_the_same_in_all_rows_is_no_column_of_the_scaling_table(tmp_path) -> None:
+    space = {"precision": ("bf16",), "batch_size": (64,), "workers": (1, 2, 4)}
+    text = sweep_page(write_record(tmp_path, FakeSweep(space=space)))
+    table = text[text.index("Best setting of each number of devices") :]
+    assert "against one device; precision bf16; batch 64" in table
+    assert ">precision</th>" not in table[: table.index("</table>")]
+
+
 def test_sections_without_data_are_left_out(tmp_path) -> None:
     text = sweep_page(write_record(tmp_path, NOTHING))
     assert "<h2>Scaling" not in text
