@@ -1,5 +1,4 @@
-"""Write docs/settings.md from the code: every flag with its values, default, meaning, and the
-packages that read it.
+"""Write docs/settings.md from the code: every flag with its values, default and meaning.
 
     make docs-settings
 
@@ -8,11 +7,9 @@ packages that read it.
 
 from __future__ import annotations
 
-import ast
 import importlib
-import inspect
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -58,7 +55,6 @@ They hold for `train`, `plan`, `bench` and `sweep` alike. In Python: `Config.of(
   the name used here.
 - Default `–`: not set. The task or the plan decides, or nothing is done; the text says which.
 - A switch that is on is turned off by `--no-NAME`. `_` and `-` are the same.
-- "Read by" names the packages of `orchestrator/` that use the setting.
 """
 
 
@@ -68,41 +64,26 @@ def main() -> None:
 
 def generate() -> str:
     """Return the text of docs/settings.md."""
-    readers = find_readers()
-    parts = [
-        INTRODUCTION,
-        _section("task", "", [f for f in fields(Config) if f.name == "task"], Config, readers),
-    ]
+    parts = [INTRODUCTION, "## task\n", *_table("flag", Config, ["task"])]
     for name, kind in section_types().items():
-        parts.append(_section(name, _first_sentence(kind), fields(kind), kind, readers))
+        names = [field.name for field in fields(kind)]
+        parts += [f"## {name}\n", _first_sentence(kind), "", *_table("flag", kind, names)]
     parts.append("## Options of single verbs\n")
-    parts += [_options(verb, kind) for verb, kind in option_types().items()]
+    for verb, kind in option_types().items():
+        names = [field.name for field in fields(kind) if field.name != "settings"]
+        parts += [f"### {verb}\n", _first_sentence(kind), "", *_table("option", kind, names)]
     return "\n".join(parts)
 
 
-def _section(
-    title: str, text: str, shown: Iterable[Field[Any]], kind: type, readers: dict[str, list[str]]
-) -> str:
+def _table(title: str, kind: type, names: Sequence[str]) -> list[str]:
+    """Return the lines of a table of settings or options, with an empty one after it."""
     texts = field_texts(kind)
     rows = [
-        f"| {_flag(field)} | {_values(kind, field)} | {_default(field)} | {_cell(texts[field.name])} "
-        f"| {', '.join(readers[field.name])} |"
-        for field in shown
+        f"| {_flag(field)} | {_values(kind, field)} | {_default(field)} | {_cell(texts.get(field.name, ''))} |"
+        for field in fields(kind)
+        if field.name in names
     ]
-    head = ["| flag | values | default | meaning | read by |", "|---|---|---|---|---|"]
-    return "\n".join([f"## {title}\n", *([text, ""] if text else []), *head, *rows, ""])
-
-
-def _options(verb: str, kind: type) -> str:
-    texts = field_texts(kind)
-    shown = [field for field in fields(kind) if field.name != "settings"]
-    rows = [
-        f"| {_flag(field)} | {_values(kind, field)} | {_default(field)} | "
-        f"{_cell(texts.get(field.name, ''))} |"
-        for field in shown
-    ]
-    head = ["| option | values | default | meaning |", "|---|---|---|---|"]
-    return "\n".join([f"### {verb}\n", _first_sentence(kind), "", *head, *rows, ""])
+    return [f"| {title} | values | default | meaning |", "|---|---|---|---|", *rows, ""]
 
 
 def option_types() -> dict[str, type]:
@@ -115,69 +96,6 @@ def option_types() -> dict[str, type]:
             if name.endswith("Options") and isinstance(value, type):
                 kinds[name.removesuffix("Options").lower()] = value
     return {verb: kinds[verb] for verb in VERBS}
-
-
-def find_readers() -> dict[str, list[str]]:
-    """Return the packages that read each setting, by its flat name.
-
-    A read is an attribute ``config.section.name``, or ``section.name`` where a function is given
-    its section. Where no module reads a setting so, every attribute and every string of that name
-    counts, and every call of a method of the section that reads it.
-    """
-    sections = {field.name: section for section, kind in section_types().items() for field in fields(kind)}
-    methods = _methods_that_read()
-    direct: dict[str, set[str]] = {name: set() for name in [*sections, "task"]}
-    indirect: dict[str, set[str]] = {name: set() for name in direct}
-    for path, tree in _modules():
-        for node in ast.walk(tree):
-            name = _name_read(node)
-            if name in direct:
-                of_section = isinstance(node, ast.Attribute) and _last_name(node.value) == sections.get(
-                    name, "config"
-                )
-                (direct if of_section else indirect)[name].add(_package(path))
-            for setting in methods.get(name or "", ()):
-                indirect[setting].add(_package(path))
-    return {name: sorted(packages or indirect[name]) for name, packages in direct.items()}
-
-
-def _methods_that_read() -> dict[str, list[str]]:
-    """Return the settings that the methods of their sections read, by the name of the method."""
-    found: dict[str, list[str]] = {}
-    for kind in section_types().values():
-        names = {field.name for field in fields(kind)}
-        tree = ast.parse(inspect.getsource(kind))
-        for method in ast.walk(tree):
-            if isinstance(method, ast.FunctionDef) and method.name != "__post_init__":
-                read = {node.attr for node in ast.walk(method) if isinstance(node, ast.Attribute)}
-                found[method.name] = sorted(read & names)
-    return found
-
-
-def _modules() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted((ROOT / "orchestrator").rglob("*.py")):
-        relative = path.relative_to(ROOT / "orchestrator")
-        if relative.parts[0] != "config":
-            yield relative, ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _package(path: Path) -> str:
-    """Return the folder of a module, or its own name at the top: ``trainer``."""
-    return path.parent.as_posix() if len(path.parts) > 1 else path.stem
-
-
-def _name_read(node: ast.AST) -> str | None:
-    if isinstance(node, ast.Attribute):
-        # Of torch: ``finfo(dtype).eps`` is no setting.
-        of_call = isinstance(node.value, ast.Call) and _last_name(node.value.func) == "finfo"
-        return None if of_call else node.attr
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
-
-
-def _last_name(node: ast.expr) -> str | None:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else None
 
 
 def _flag(field: Field[Any]) -> str:

@@ -22,6 +22,15 @@ def test_the_words_of_other_trainers_are_answered_as_the_code_does() -> None:
     assert page("coming-from.md") == generator["generate"](), "run 'make docs-settings'"
 
 
+def test_the_start_page_is_the_one_list_of_all_pages() -> None:
+    listed = re.findall(r"\]\(([\w-]+\.md)\)", page("index.md").partition("## Which page next")[2])
+    assert sorted(listed) == sorted(
+        path.name for path in (ROOT / "docs").glob("*.md") if path.stem != "index"
+    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Where to read on")[2]
+    assert set(re.findall(r"docs/[\w-]+\.md", readme.partition("\n## ")[0])) == {"docs/index.md"}
+
+
 def test_tests_that_prove_a_claim_exist() -> None:
     named = _TEST.findall(page("expert-mathematics.md"))
     assert len(named) > 15
