@@ -64,6 +64,11 @@ def recovery_finding(record: RunRecord) -> Finding | None:
         f"({seconds_text(seconds)} each){after}"
     )
     advice = ["see why workers were lost: What happened below, and logs/ in the run folder"]
+    has_spares = bool(section(record.config, "parallel").get("spares"))
+    if record.fact("strategy") == "expert_parallel" and not has_spares:
+        advice.append(
+            "--spares 1, if a device is free: a host that stands by replaces a lost one in about a second"
+        )
     if record.replayed_steps:
         from_memory = any(event.get("source") == "memory" for event in record.recoveries)
         flag = "--snapshot-every" if from_memory else "--checkpoint-every"

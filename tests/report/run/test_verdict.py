@@ -127,6 +127,18 @@ def test_findings_about_several_workers_name_them(tmp_path):
     assert "10 steps were done twice" in lost.advice[1]
 
 
+@pytest.mark.parametrize(
+    ("spares", "hosted", "is_advised"), [(0, True, True), (1, True, False), (0, False, False)]
+)
+def test_a_spare_is_advised_after_a_recovery_on_hosts_that_had_none(tmp_path, spares, hosted, is_advised):
+    fields = {"workers": 2, "recover_at": 70, "experts": 4, "hosted": hosted, "sizes": (64,), "skew": 0.0}
+    record = run_record(tmp_path, FakeRun(**fields, recovery_s=21.0))
+    record.config["parallel"] = {"spares": spares}
+    finding = verdict(record)
+    assert finding.kind == "recovery"
+    assert (advised_flags(finding, "--spares") == ["--spares"]) == is_advised
+
+
 def test_waiting_hosts_are_shown_with_figures(tmp_path):
     waiting = verdict_of(
         tmp_path / "a", workers=2, experts=4, hosted=True, exchange=0.3, sizes=(64,), skew=0.0
