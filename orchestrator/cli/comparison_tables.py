@@ -15,7 +15,7 @@ from orchestrator.report.comparison.differences import Difference
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """Print results, differences, losses and verdicts; the page has the curves."""
     if comparison.headline:
-        console.print(Text(comparison.headline, style="bold"))
+        console.print(cell(comparison.headline, "bold"))
     for note in comparison.notes:
         console.print(cell(note))
     console.print(_results_table(comparison))

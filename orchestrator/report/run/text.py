@@ -90,7 +90,7 @@ def verdict_lines(record: RunRecord) -> list[str]:
     """Return how the model learnt and what the run was bound by, in a line each, for the terminal."""
     verdicts = {"learning": learning_finding(record), "speed": verdict(record)}
     return [
-        f"{name}: {finding.headline[0].lower()}{finding.headline[1:]} ({_printable(finding.evidence[0])})"
+        f"{name}: {finding.headline[0].lower()}{finding.headline[1:]} ({printable(finding.evidence[0])})"
         for name, finding in verdicts.items()
         if finding.kind not in ("too short", "unknown")
     ]

@@ -48,7 +48,10 @@ def run_of(
 
 
 def record_of(folder: Path, *args: Any, **fields: Any) -> RunRecord:
-    return events_record(folder, run_of(*args, **fields))
+    """Return the record of a run that takes the settings of the optimizer."""
+    record = events_record(folder, run_of(*args, **fields))
+    record.plan["model"] = {"settings": ["learning_rate", "schedule", "warmup_steps", "weight_decay"]}
+    return record
 
 
 def kind_of(*args: Any, **fields: Any) -> str:
@@ -223,7 +226,7 @@ def test_a_loss_of_almost_nothing_no_longer_falls(tmp_path: Path) -> None:
 
 def test_an_optimizer_of_the_task_is_not_advised_with_our_flags(tmp_path: Path) -> None:
     record = record_of(tmp_path, [1.0] * 10, OVERFITTED)
-    record.plan["model"] = {"own_optimizer": True}
+    record.plan["model"] = {"settings": []}
     assert learning_finding(record).advice[0] == "a lower learning rate"
 
 

@@ -188,4 +188,4 @@ def test_a_cached_function_is_called_once(tmp_path):
 
 def test_the_fake_plan_has_the_fields_of_a_real_one(tmp_path):
     plan = json.loads((write_run(tmp_path) / "plan.json").read_text())
-    assert plan.keys() == {"choices", "memory", "flops_per_step", "settings", "hardware"}
+    assert plan.keys() == {"choices", "memory", "flops_per_step", "settings", "model", "hardware"}
