@@ -22,10 +22,18 @@ from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
 from orchestrator.record.callbacks.callbacks import CallbackRunner
-from orchestrator.record.files.events import DriverLog, Event, EventLog, Listener
+from orchestrator.record.files.events import (
+    DriverLog,
+    Event,
+    EventLog,
+    Listener,
+    extent_of,
+    last_recorded_step,
+)
 from orchestrator.record.files.log_copy import copy_masked
 from orchestrator.record.files.tail import Follower
 from orchestrator.record.screen.screen import Screen
+from orchestrator.record.summary.index import FoldKeeper
 from orchestrator.record.trackers.trackers import TrackerThread
 from orchestrator.redaction import Secrets, mask_tree
 from orchestrator.runtime.bootstrap import NONCE_FILE, REQUESTS_FILE, Assignment, DriverRequests
@@ -41,7 +49,7 @@ from orchestrator.runtime.ray_internals import (
     remove_placement_group_by_id,
 )
 from orchestrator.runtime.recovery import Failure, FailureHistory, GiveUp, Restart, decide_restart
-from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog, last_recorded_step
+from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.runtime.shared_folder import nodes_see_start, open_link
 from orchestrator.tasks.load import loads_by_name
 from orchestrator.train.remote.remote_start import remote_start
@@ -155,7 +163,11 @@ class _RunRecord:
         # Readers look for this file, also in a run whose workers never started.
         self._path.touch()
         self._metrics = RayMetrics(run_dir.name)
-        self._follower = Follower(self._path, [*readers, self._observe, self._metrics], only_new=True)
+        self._follower = Follower(
+            self._path,
+            [*readers, self._observe, self._metrics, FoldKeeper(self._path)],
+            extent_of(self._path),
+        )
         self.log = DriverLog(self._path, secrets=secret_values())
         self.recovery_log = RecoveryLog(self.log, run_dir)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.record.files.events import Event, EventLog, last_events, of_kind
+from orchestrator.record.files.events import Event, EventLog, last_recorded_step
 from orchestrator.runtime.recovery import Failure
 
 
@@ -48,12 +48,6 @@ class Recovery:
     restored_at: float = 0.0
     stepped_at: float = 0.0
     """When the first step after the failure was done."""
-
-
-def last_recorded_step(path: Path) -> int:
-    """Return the last step that an event log has; 0 without one."""
-    steps = (event.get("step") for event in of_kind(last_events(path), "step")[-1:])
-    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 class RecoveryLog:

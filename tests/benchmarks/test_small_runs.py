@@ -124,6 +124,7 @@ NOT_RUN = {
     "startup.plain_ray_train": "starts Ray",
     "startup.ray_start": "starts Ray",
     "startup.start": "starts Ray",
+    "storage.long_records": "trains, resumes and reports in processes of its own: half a minute",
     "storage.snapshots": "starts Ray",
     "tuning.batch_auto": "needs a GPU",
     "tuning.plain_tune": "starts Ray",

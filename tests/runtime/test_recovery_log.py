@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.files.events import DriverLog, EventLog, effective_events, of_kind, read_events
+from orchestrator.record.files.effective import effective_events
+from orchestrator.record.files.events import DriverLog, EventLog, of_kind, read_events
 from orchestrator.runtime.recovery import Failure
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.record.files.events import Event, effective_events
+from orchestrator.record.files.effective import effective_events
+from orchestrator.record.files.events import Event
 from orchestrator.record.files.scalars import to_float
 
 KINDS = ("born", "warmed", "merged", "pruned", "moved", "copied", "undone")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.record.experts.expert_changes import as_id, as_ids
-from orchestrator.record.files.events import Event, by_step, effective_events, of_kind
+from orchestrator.record.files.effective import effective_events
+from orchestrator.record.files.events import Event, by_step, of_kind
 from orchestrator.record.files.scalars import to_float
 
 _KINDS = ("expert_graph", "start", "failure", "recovery")

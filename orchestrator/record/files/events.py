@@ -79,7 +79,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -95,20 +96,6 @@ _MAX_DEPTH = 32
 _TAIL_BYTES = 2**20
 _POSITION = "worker_bytes"
 """Field of the driver's events: the bytes of the workers' file that they follow. Readers drop it."""
-_STEP_KINDS = {
-    "step",
-    "bad_samples",
-    "evaluate",
-    "epoch",
-    "phases",
-    "exchange",
-    "load",
-    "expert",
-    "expert_graph",
-    "monitor",
-    "log",
-}
-"""Events that describe one step or the steps before it."""
 
 
 class EventLog:
@@ -199,19 +186,64 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True)
+class Extent:
+    """A number of bytes of the workers' file and of the driver's file, in whole lines."""
+
+    workers: int = 0
+    driver: int = 0
+
+
+START = Extent()
+
+
+def extent_of(path: Path) -> Extent:
+    """Return the whole lines that an event log has now."""
+    # The workers' file first: a line that the driver adds meanwhile follows these lines.
+    workers = whole_line_bytes(path)
+    return Extent(workers, whole_line_bytes(driver_path(path)))
+
+
 def read_events(path: Path) -> list[Event]:
     """Return the events of a file in order, with those of the driver where they belong.
 
     Lines that are no events are skipped; a missing file has none."""
-    driver_events = [event for _, event in _positioned_events(driver_path(path))]
-    return merge_events(_positioned_events(path), driver_events)
+    return list(stream_events(path))
 
 
-def _positioned_events(path: Path) -> list[PositionedEvent]:
+def stream_events(path: Path) -> Iterator[Event]:
+    """Yield the events of ``read_events`` one by one: a long record does not fit into the memory."""
+    for line in merged_lines(path):
+        event = line if isinstance(line, dict) else parse_event(line)
+        if event is not None:
+            yield event
+
+
+def merged_lines(path: Path, begin: Extent = START, end: Extent | None = None) -> Iterator[bytes | Event]:
+    """Yield the lines of the workers between two extents, and the driver's events where they belong."""
+    driver_end = end.driver if end is not None else None
+    driver_lines = read_lines(driver_path(path), begin.driver, driver_end)
+    waiting = deque(event for line in driver_lines if (event := parse_event(line)) is not None)
+    position = begin.workers
+    for line in read_lines(path, begin.workers, end.workers if end is not None else None):
+        while waiting and driver_position(waiting[0]) <= position:
+            yield _without_position(waiting.popleft())
+        yield line
+        position += len(line)
+    yield from map(_without_position, waiting)
+
+
+def read_lines(path: Path, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """Yield the lines of a file between two bytes; none of a missing file."""
     if not path.is_file():
-        return []
-    with path.open("rb") as lines:
-        return parse_lines(lines, 0)
+        return
+    with path.open("rb", buffering=_TAIL_BYTES) as file:
+        file.seek(begin)
+        for line in file:
+            if end is not None and begin >= end:
+                return
+            yield line
+            begin += len(line)
 
 
 def parse_lines(lines: Iterable[bytes], begin: int) -> list[PositionedEvent]:
@@ -235,8 +267,12 @@ def merge_events(worker_events: Iterable[PositionedEvent], driver_events: Iterab
         position = driver_position(event)
         while remaining and remaining[0][0] < position:
             merged.append(remaining.popleft()[1])
-        merged.append({name: value for name, value in event.items() if name != _POSITION})
+        merged.append(_without_position(event))
     return merged + [event for _, event in remaining]
+
+
+def _without_position(event: Event) -> Event:
+    return {name: value for name, value in event.items() if name != _POSITION}
 
 
 def driver_position(event: Event) -> int:
@@ -256,6 +292,12 @@ def last_events(path: Path) -> list[Event]:
     # A read that starts inside the file starts inside a line.
     whole_lines = lines[1:] if start else lines
     return [event for line in whole_lines if line and (event := parse_event(line)) is not None]
+
+
+def last_recorded_step(path: Path) -> int:
+    """Return the last step that an event log has; 0 without one."""
+    steps = (event.get("step") for event in of_kind(last_events(path), "step")[-1:])
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def parse_event(line: bytes) -> Event | None:
@@ -279,30 +321,6 @@ def is_shallow(value: Any, max_depth: int = _MAX_DEPTH) -> bool:
         children = value.values()
     nested = [child for child in children if isinstance(child, dict | list)]
     return max_depth > 0 and all(is_shallow(child, max_depth - 1) for child in nested)
-
-
-def effective_events(events: Iterable[Event]) -> list[Event]:
-    """Return the events that count: a restart or recovery at step N discards what was recorded past N."""
-    effective: list[Event] = []
-    for event in events:
-        is_start = event["event"] == "start"
-        is_rollback = event["event"] == "recovery" and not _has_restarted(effective)
-        if is_start or is_rollback:
-            step = event.get("step") or 0
-            effective = [old for old in effective if old["event"] not in _STEP_KINDS or old["step"] <= step]
-        effective.append(event)
-    return effective
-
-
-def _has_restarted(events: Sequence[Event]) -> bool:
-    """Return whether new processes have started since the last failure.
-
-    Their first steps may precede the ``recovery`` event, which must not discard them.
-    """
-    markers = (
-        event["event"] for event in reversed(events) if event["event"] in ("start", "failure", "recovery")
-    )
-    return next(markers, None) == "start" and len(of_kind(events, "start")) > 1
 
 
 def recovery_starts(events: Sequence[Event]) -> set[int]:
@@ -360,13 +378,18 @@ def last_end(sessions: Sequence[Sequence[Event]]) -> Event | None:
 
     A resume that trained nothing does not undo an earlier end: it found nothing left to do, or failed."""
     ends: list[Event | None] = [next(iter(of_kind(session, "end")[-1:]), None) for session in sessions]
-    while len(ends) > 1 and not of_kind(sessions[len(ends) - 1], "step"):
+    while len(ends) > 1 and not has_trained(sessions[len(ends) - 1]):
         earlier = ends[-2]
         is_completed = ends[-1] is not None and ends[-1].get("status") == "completed"
         if earlier is None or (is_completed and earlier.get("status") != "completed"):
             break
         ends.pop()
     return ends[-1] if ends else None
+
+
+def has_trained(session: Iterable[Event]) -> bool:
+    """Return whether a session has steps, or stands for some that a long record leaves out."""
+    return any(event["event"] == "step" or event.get("num_steps") for event in session)
 
 
 def of_kind(events: Iterable[Event], kind: str) -> list[Event]:

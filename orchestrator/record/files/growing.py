@@ -26,10 +26,10 @@ class GrowingFile(Protocol):
 class LocalFile:
     """A file on a disk."""
 
-    def __init__(self, path: Path, only_new: bool = False) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
         self._file_id: tuple[int, int] | None = None
-        self.offset = whole_line_bytes(path) if only_new else 0
+        self.offset = offset
 
     def read(self, max_bytes: int | None) -> bytes:
         # Opened anew each time: on a network drive only an open shows the writes of another
@@ -60,10 +60,10 @@ class LocalFile:
 class RemoteFile:
     """An object of a remote folder, which a run replaces by a longer one now and then."""
 
-    def __init__(self, folder: RemoteFolder, name: str) -> None:
+    def __init__(self, folder: RemoteFolder, name: str, offset: int = 0) -> None:
         self._folder = folder
         self._name = name
-        self.offset = 0
+        self.offset = offset
 
     def read(self, max_bytes: int | None) -> bytes:
         size = self._folder.size(self._name) or 0

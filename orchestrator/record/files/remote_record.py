@@ -23,7 +23,7 @@ _NEEDED = re.compile(
     re.ASCII,
 )
 """Of the model's files, data alone: no code and no pickles."""
-_LEFT_OUT = ("checkpoints", "remote", "logs/ray_train")
+_LEFT_OUT = ("checkpoints", "remote", "logs/ray_train", "events_index")
 _LEFT_OUT_NAMES = re.compile(r"\..*|.*\.pid|nonce|stop|sock", re.ASCII)
 _INTERVAL_SECONDS = 10.0
 _MAX_SHARE = 0.05

@@ -10,7 +10,15 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.record.files.events import Event, Listener, driver_path, driver_position, merge_events
+from orchestrator.record.files.events import (
+    START,
+    Event,
+    Extent,
+    Listener,
+    driver_path,
+    driver_position,
+    merge_events,
+)
 from orchestrator.record.files.growing import GrowingFile, LocalFile, RemoteFile, new_events
 from orchestrator.storage.folder import RemoteFolder
 
@@ -31,16 +39,16 @@ class Follower:
         self,
         path: Path,
         listeners: Iterable[Listener],
-        only_new: bool = False,
+        begin: Extent = START,
         *,
         remote: RemoteFolder | None = None,
     ) -> None:
-        """``only_new``: without the events that are there already, as when a run is resumed.
+        """``begin``: without the events before, as when a run is resumed.
 
         ``remote`` is the folder of the log, and ``path`` its name there, if it lies in a remote folder."""
         self._listeners = tuple(listeners)
-        self._workers = _growing_file(path, only_new, remote)
-        self._driver = _growing_file(driver_path(path), only_new, remote)
+        self._workers = _growing_file(path, begin.workers, remote)
+        self._driver = _growing_file(driver_path(path), begin.driver, remote)
         self._waiting: list[Event] = []
         """Events of the driver that follow lines of the workers which are not visible yet."""
         self._failed: set[int] = set()
@@ -99,5 +107,5 @@ class Follower:
                     )
 
 
-def _growing_file(path: Path, only_new: bool, remote: RemoteFolder | None) -> GrowingFile:
-    return LocalFile(path, only_new) if remote is None else RemoteFile(remote, path.name)
+def _growing_file(path: Path, offset: int, remote: RemoteFolder | None) -> GrowingFile:
+    return LocalFile(path, offset) if remote is None else RemoteFile(remote, path.name, offset)

@@ -24,7 +24,8 @@ def is_valid(event: Event) -> bool:
     )
 
 
-def _is_integer(value: Any) -> bool:
+def is_step(value: Any) -> bool:
+    """Return whether a value is an integer that a step, or another count, can have."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_INTEGER
 
 
@@ -53,21 +54,21 @@ def _is_mapping(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-_STEP: Mapping[str, Check] = {"step": _is_integer}
+_STEP: Mapping[str, Check] = {"step": is_step}
 _REQUIRED: Mapping[str, Mapping[str, Check]] = {
-    "bad_samples": {"step": _is_integer, "count": _is_integer},
+    "bad_samples": {"step": is_step, "count": is_step},
     "step": {
-        "step": _is_integer,
+        "step": is_step,
         "seconds": is_finite_number,
         "samples": is_finite_number,
         "units": is_finite_number,
         "loss": _is_loss,
     },
-    "evaluate": {"step": _is_integer, "loss": _is_loss, "metrics": _is_mapping},
-    "epoch": {"step": _is_integer, "epoch": _is_integer},
+    "evaluate": {"step": is_step, "loss": _is_loss, "metrics": _is_mapping},
+    "epoch": {"step": is_step, "epoch": is_step},
     "end": {"status": _is_present, "reason": _is_present},
     "upload": _STEP,
-    "final": {"step": _is_integer, "weights": _is_present},
+    "final": {"step": is_step, "weights": _is_present},
     "phases": _STEP,
     "exchange": _STEP,
     "load": _STEP,
@@ -79,12 +80,12 @@ _REQUIRED: Mapping[str, Mapping[str, Check]] = {
 _OPTIONAL: Mapping[str, Mapping[str, Check]] = {
     "epoch": {"memory": _is_memory},
     "end": {"memory": _is_memory, "seconds": is_finite_number},
-    "start": {"step": _is_integer, "workers": _is_integer},
+    "start": {"step": is_step, "workers": is_step},
     "recovery": {
-        "step": _is_integer,
-        "workers": _is_integer,
-        "expert_replicas": _is_integer,
-        "expert_replicas_before": _is_integer,
+        "step": is_step,
+        "workers": is_step,
+        "expert_replicas": is_step,
+        "expert_replicas_before": is_step,
         "lost_steps": is_finite_number,
         "total_seconds": is_finite_number,
     },

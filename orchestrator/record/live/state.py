@@ -17,6 +17,7 @@ from orchestrator.record.files.validate import is_valid
 from orchestrator.record.live.expert_use import ExpertUse
 from orchestrator.record.live.lasting_changes import LastingChanges
 from orchestrator.record.live.loss_curve import LossCurve
+from orchestrator.record.summary.fold import LEFT_OUT, RunFold
 from orchestrator.record.summary.speed import RECENT_STEPS, Speed, speed_of
 
 MAX_NOTABLE = 100
@@ -68,6 +69,8 @@ class RunState:
         self.losses = LossCurve()
         self.experts = ExpertUse()
         self.notable: deque[Event] = deque(maxlen=MAX_NOTABLE)
+        self._has_trained = False
+        """Whether there are steps since the last marker, those too that a long record leaves out."""
         self._last_marker: Event | None = None
         """The newest of the events that restart workers: start, failure, recovery."""
         self._handlers: dict[str, Callable[[Event], None]] = {
@@ -85,7 +88,14 @@ class RunState:
             "exchange": lambda event: setattr(self, "exchange", event),
             "monitor": lambda event: setattr(self, "monitor", event),
             "evaluate": lambda event: setattr(self, "evaluation", event),
+            LEFT_OUT: self._left_out,
         }
+
+    def take(self, fold: RunFold) -> None:
+        """Take the events of a run so far, of which a fold has kept a part."""
+        for event in fold.events():
+            self(event)
+        self.counts["checkpoints"] = fold.totals.num_checkpoints
 
     def __call__(self, event: Event) -> None:
         # A damaged or forged event must not end the view.
@@ -157,14 +167,15 @@ class RunState:
         self.workers = event.get("workers", self.workers)
         self._roll_back(event)
         self.experts.add_structure(event)
-        self._last_marker = event
+        self._mark(event)
 
     def _belongs_to_recovery(self, start: Event) -> bool:
         """Whether workers start again after a failure, before or after the ``recovery`` event."""
         marker = self._last_marker or {"event": ""}
         if marker["event"] == "failure":
             return not marker.get("final")
-        has_trained = bool(self.steps) and self.steps[-1]["step"] > (marker.get("step") or 0)
+        is_past = bool(self.steps) and self.steps[-1]["step"] > (marker.get("step") or 0)
+        has_trained = self._has_trained or is_past
         return marker["event"] == "recovery" and not has_trained and marker.get("step") == start.get("step")
 
     def _step(self, event: Event) -> None:
@@ -172,6 +183,14 @@ class RunState:
         self.steps.append(event)
         self.losses.add(event["step"], to_float(event["loss"]))
         self.is_recovering = False
+        self._has_trained = True
+
+    def _left_out(self, event: Event) -> None:
+        self._has_trained = self._has_trained or bool(event.get("num_steps"))
+
+    def _mark(self, event: Event) -> None:
+        self._last_marker = event
+        self._has_trained = False
 
     def _expert(self, event: Event) -> None:
         change = parse_change(event)
@@ -184,7 +203,7 @@ class RunState:
         self.counts["failures"] += 1
         self.changes.begin_attempt()
         self.is_recovering = not event.get("final")
-        self._last_marker = event
+        self._mark(event)
 
     def _recovery(self, event: Event) -> None:
         self.counts["recoveries"] += 1
@@ -195,7 +214,7 @@ class RunState:
         if marker["event"] != "start" or self.counts["starts"] == 1:
             self._roll_back(event)
         self.is_recovering = False
-        self._last_marker = event
+        self._mark(event)
 
     def _checkpoint(self, _event: Event) -> None:
         self.counts["checkpoints"] += 1

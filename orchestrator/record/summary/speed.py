@@ -10,15 +10,19 @@ count what their loss is a mean over. Plans and trials of a sweep count the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import accumulate
+from typing import Any
 
 from orchestrator.record.files.events import Event
 from orchestrator.record.files.scalars import to_float
 
 RECENT_STEPS = 50
 """The speed of a run that goes on is that of its last steps."""
+MAX_EXACT_TIMES = 4096
+"""Different times of steps from which on they are rounded."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +50,115 @@ def after_warm_up(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event.get("warm_up") is not True] or list(events)
 
 
-def speed_of(steps: Sequence[Event]) -> Speed | None:
+def speed_of(steps: Iterable[Event]) -> Speed | None:
     """Return the speed by the events of a run's steps; None if none has a time."""
-    timed = [step for step in steps if _number(step, "seconds") > 0]
-    counted = after_warm_up(timed)
-    if not counted:
-        return None
-    seconds = [_number(step, "seconds") for step in counted]
-    samples = sum(_number(step, "samples") for step in counted)
-    units = sum(_number(step, "units") for step in counted) or samples
-    total_s = sum(seconds)
-    return Speed(
-        samples=samples / total_s,
-        units=units / total_s,
-        median_step_s=median(seconds),
-        mean_step_s=total_s / len(counted),
-        num_steps=len(counted),
-        num_warm_up=len(timed) - len(counted),
-    )
+    sums = SpeedSums()
+    for step in steps:
+        sums.add(step)
+    return sums.speed()
+
+
+class SpeedSums:
+    """The speed of a run, step by step."""
+
+    def __init__(self) -> None:
+        self._warm_up = _Sums()
+        self._settled = _Sums()
+
+    def add(self, step: Event) -> None:
+        seconds = _number(step, "seconds")
+        if seconds > 0:
+            sums = self._warm_up if step.get("warm_up") is True else self._settled
+            sums.add(seconds, _number(step, "samples"), _number(step, "units"))
+
+    def speed(self) -> Speed | None:
+        """Return the speed after the warm-up, or of the warm-up if there are no other steps."""
+        counted = self._settled if self._settled.num_steps else self._warm_up
+        if not counted.num_steps:
+            return None
+        return Speed(
+            samples=counted.samples / counted.seconds,
+            units=(counted.units or counted.samples) / counted.seconds,
+            median_step_s=counted.times.median(),
+            mean_step_s=counted.seconds / counted.num_steps,
+            num_steps=counted.num_steps,
+            num_warm_up=self._warm_up.num_steps if counted is self._settled else 0,
+        )
+
+    def to_json(self) -> list[Any]:
+        return [self._warm_up.to_json(), self._settled.to_json()]
+
+    def load(self, content: Sequence[Any]) -> None:
+        """Continue from what ``to_json`` returned."""
+        warm_up, settled = content
+        self._warm_up.load(warm_up)
+        self._settled.load(settled)
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.seconds = 0.0
+        self.samples = 0.0
+        self.units = 0.0
+        self.times = _Times()
+
+    def add(self, seconds: float, samples: float, units: float) -> None:
+        self.num_steps += 1
+        self.seconds += seconds
+        self.samples += samples
+        self.units += units
+        self.times.add(seconds)
+
+    def to_json(self) -> list[Any]:
+        return [self.num_steps, self.seconds, self.samples, self.units, self.times.to_json()]
+
+    def load(self, content: Sequence[Any]) -> None:
+        num_steps, seconds, samples, units, times = content
+        self.num_steps = int(num_steps)
+        self.seconds = float(seconds)
+        self.samples = float(samples)
+        self.units = float(units)
+        self.times.load(times)
+
+
+class _Times:
+    """How often each time occurred. Many different ones are rounded to four digits: their number is bounded,
+    and the median is exact to 0.05 %."""
+
+    def __init__(self) -> None:
+        self._counts: dict[float, int] = {}
+        self._is_rounded = False
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        key = _rounded(seconds) if self._is_rounded else seconds
+        self._counts[key] = self._counts.get(key, 0) + count
+        if not self._is_rounded and len(self._counts) > MAX_EXACT_TIMES:
+            exact = self._counts
+            self._counts = {}
+            self._is_rounded = True
+            for value, number in exact.items():
+                self.add(value, number)
+
+    def median(self) -> float:
+        ordered = sorted(self._counts.items())
+        positions = list(accumulate(count for _, count in ordered))
+        middle = positions[-1] / 2
+        low = ordered[bisect_left(positions, middle)][0]
+        high = ordered[bisect_right(positions, middle)][0]
+        return (low + high) / 2
+
+    def to_json(self) -> list[Any]:
+        return [self._is_rounded, list(self._counts.items())]
+
+    def load(self, content: Sequence[Any]) -> None:
+        is_rounded, counts = content
+        self._is_rounded = bool(is_rounded)
+        self._counts = {float(seconds): int(count) for seconds, count in counts}
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
 
 
 def _number(event: Event, name: str) -> float:

@@ -4,39 +4,46 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.record.experts.expert_changes import change_counts, expert_changes, final_num_experts
 from orchestrator.record.experts.host_balance import mean_per_step, settled_imbalance
+from orchestrator.record.files.effective import effective_events
 from orchestrator.record.files.events import (
     Event,
     by_step,
-    effective_events,
     last_end,
     of_kind,
     recovery_starts,
     split_sessions,
 )
-from orchestrator.record.files.validate import is_valid
-from orchestrator.record.summary.peak_memory import peak_memory
-from orchestrator.record.summary.speed import after_warm_up, speed_of
+from orchestrator.record.files.validate import is_finite_number, is_valid
+from orchestrator.record.summary.fold import RunFold, fold_events
+from orchestrator.record.summary.speed import after_warm_up
+from orchestrator.record.summary.totals import Totals
 
 
-def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
+def summarise(recorded: Iterable[Event]) -> dict[str, Any]:
+    """Return the fields of ``summary.json`` from all events of a run."""
+    return summary_of(fold_events(recorded))
+
+
+def summary_of(fold: RunFold) -> dict[str, Any]:
     """Return the fields of ``summary.json``."""
-    recorded = [event for event in recorded if is_valid(event)]
+    recorded = [event for event in fold.events() if is_valid(event)]
+    totals = fold.totals
     events = effective_events(recorded)
     starts = of_kind(events, "start")
     start: Event = starts[-1] if starts else {"event": "start"}
-    steps = by_step(events, "step")
+    last_step = next(iter(of_kind(events, "step")[-1:]), None)
     loads = by_step(events, "load")
     exchanges = after_warm_up(by_step(events, "exchange"))
-    speed = speed_of(steps)
+    speed = totals.speed.speed()
     changes = expert_changes(events)
     final = _final(recorded)
-    peak = peak_memory(recorded)
+    peak = totals.peak.peak()
     # The order of the keys is the order in the file.
     return {
         **_ending(recorded),
@@ -48,26 +55,26 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "global_batch_size": start.get("global_batch_size"),
         "parameters": start.get("parameters"),
         "unit": start.get("unit"),
-        "steps": steps[-1]["step"] if steps else 0,
-        "epochs": len({event["epoch"] for event in of_kind(events, "epoch")}),
+        "steps": last_step["step"] if last_step else 0,
+        "epochs": totals.num_epochs,
         "samples_per_second": speed.samples if speed else None,
         "units_per_second": speed.units if speed else None,
         "median_step_seconds": speed.median_step_s if speed else None,
         "mean_step_seconds": speed.mean_step_s if speed else None,
         "warm_up_steps": speed.num_warm_up if speed else 0,
-        "train_loss": steps[-1]["loss"] if steps else None,
-        "bad_samples": sum(event["count"] for event in of_kind(events, "bad_samples")),
+        "train_loss": last_step["loss"] if last_step else None,
+        "bad_samples": totals.bad_samples,
         **_validation(events, final),
         "peak_memory_bytes": peak.allocated if peak else None,
         "memory_parts": dict(peak.parts) if peak else {},
-        "uploaded_step": _uploaded_step(recorded),
+        "uploaded_step": totals.uploaded_step,
         "final": final,
         "experts": final_num_experts(changes, loads, final.get("step")),
         "expert_changes": change_counts(changes),
         "imbalance": settled_imbalance(events, loads),
         "exchange_bytes_per_step": mean_per_step(exchanges, "bytes"),
         "exchange_seconds_per_step": mean_per_step(exchanges, "seconds"),
-        **_interruptions(recorded, events, steps),
+        **_interruptions(events, totals),
         "seconds": sum(_seconds(session) for session in split_sessions(recorded)),
     }
 
@@ -112,43 +119,26 @@ def _validation(events: Sequence[Event], final: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _uploaded_step(recorded: Sequence[Event]) -> int | None:
-    """Return the newest checkpoint that is in the remote folder; None without one.
-
-    The best one may be uploaded after a newer one. A start abandons the checkpoints after its step."""
-    steps: set[int] = set()
-    for event in recorded:
-        if event["event"] == "start":
-            steps = {step for step in steps if step <= event.get("step", 0)}
-        elif event["event"] == "upload":
-            steps.add(event["step"])
-    return max(steps, default=None)
-
-
 def _with_step(evaluation: Event | None) -> dict[str, Any]:
     if evaluation is None:
         return {}
     return {"step": evaluation["step"], "loss": evaluation["loss"], **evaluation["metrics"]}
 
 
-def _interruptions(
-    recorded: Sequence[Event], events: Sequence[Event], steps: Sequence[Event]
-) -> dict[str, Any]:
+def _interruptions(events: Sequence[Event], totals: Totals) -> dict[str, Any]:
     """Return failures, recoveries, lost steps and goodput: the time of effective steps over all
     time spent."""
     recoveries = of_kind(events, "recovery")
-    recorded_steps = of_kind(recorded, "step")
     # A start that belongs to a recovery is the same interruption.
     num_resumes = max(0, len(of_kind(events, "start")) - 1 - len(recovery_starts(events)))
-    num_replayed = len(recorded_steps) - len(steps)
-    useful_seconds = sum(step["seconds"] for step in steps)
-    spent_seconds = sum(step["seconds"] for step in recorded_steps) + _sum(recoveries, "total_seconds")
+    num_replayed = totals.num_recorded_steps - totals.num_steps
+    spent_seconds = totals.recorded_step_seconds + _sum(recoveries, "total_seconds")
     return {
         "failures": len(of_kind(events, "failure")),
         "recoveries": len(recoveries) + len(of_kind(events, "oom")) + num_resumes,
         # A killed writer may have lost lines that the recovery counted.
         "lost_steps": max(num_replayed, round(_sum(recoveries, "lost_steps"))),
-        "goodput": useful_seconds / spent_seconds if spent_seconds else None,
+        "goodput": totals.step_seconds / spent_seconds if spent_seconds else None,
     }
 
 
@@ -162,7 +152,7 @@ def _seconds(session: Sequence[Event]) -> float:
 
     Clocks of nodes may be wrong. So it is at most the time that the process has measured which the user
     started."""
-    times = [event["time"] for event in session if isinstance(event.get("time"), int | float)]
+    times = [event["time"] for event in session if is_finite_number(event.get("time"))]
     recorded = sum(end.get("seconds") or 0.0 for end in of_kind(session, "end"))
     finals = of_kind(session, "final")
     measured = [event["seconds"] for event in finals if isinstance(event.get("seconds"), int | float)]

@@ -127,7 +127,7 @@ def read_run(folder: str | Path, table: str = "steps") -> DataFrame:
     if table not in _TABLES:
         raise UserError(f"a run has no table {table!r}; it has {', '.join(_TABLES)}")
     with local_record(folder) as local:
-        record = read_run_record(local)
+        record = read_run_record(local, whole=True)
     return steps_frame(record) if table == "steps" else _event_frame(record, table)
 
 

@@ -19,7 +19,7 @@ def uneven_experts_finding(record: RunRecord) -> Finding | None:
 
     With few experts or a large top-k only the second can occur. It costs little time on one device, but
     experts with few tokens learn little."""
-    if len(record.steps) < MIN_STEPS:
+    if record.totals.num_steps < MIN_STEPS:
         return None
     layers = layer_loads(record)
     evidence = []

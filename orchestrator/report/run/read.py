@@ -20,6 +20,7 @@ from orchestrator.config.safe_yaml import safe_content
 from orchestrator.errors import UserError
 from orchestrator.record.experts.expert_changes import ExpertChange, expert_changes
 from orchestrator.record.experts.expert_graph import ExpertGraph, expert_graphs
+from orchestrator.record.files.effective import STEP_KINDS
 from orchestrator.record.files.events import (
     Event,
     by_step,
@@ -29,6 +30,9 @@ from orchestrator.record.files.events import (
     read_events,
     split_sessions,
 )
+from orchestrator.record.files.validate import is_step
+from orchestrator.record.summary.index import read_fold
+from orchestrator.record.summary.totals import Totals
 from orchestrator.storage.local_files import read_regular
 
 T = TypeVar("T")
@@ -36,12 +40,8 @@ T = TypeVar("T")
 EVENTS = "events.jsonl"
 UNFINISHED = "unfinished"
 
-_MAX_INTEGER = 2**53
 _MAX_NUMBER = 1e300
 _NUM_LISTED = 6
-_STEP_KINDS = frozenset(
-    {"step", "phases", "exchange", "load", "expert", "expert_graph", "evaluate", "monitor"}
-)
 
 
 def number(value: Any) -> float | None:
@@ -82,6 +82,8 @@ class RunRecord:
     plan: dict[str, Any]
     summary: dict[str, Any]
     events: list[Event]
+    """All that count of a short run. Of a long one the few that plots need; ``totals`` has sums over all."""
+    totals: Totals
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Results of functions with ``cached_on_record``."""
 
@@ -203,8 +205,9 @@ class RunRecord:
         """Resumes by the user: those before the first step of a session. Recoveries read checkpoints too."""
         resumes = []
         for session in self.sessions:
+            kinds = ("resume", "step", "failure")
             first = next(
-                (event for event in session if event["event"] in ("resume", "step", "failure")), None
+                (event for event in session if event["event"] in kinds or event.get("num_steps")), None
             )
             if first is not None and first["event"] == "resume":
                 resumes.append(first)
@@ -221,7 +224,7 @@ class RunRecord:
     @cached_property
     def replayed_steps(self) -> int:
         """The number of step lines written again after a restart: work that was done twice."""
-        return len(self.of("step")) - len(self.steps)
+        return self.totals.num_recorded_steps - self.totals.num_steps
 
     @cached_property
     def seconds(self) -> float | None:
@@ -246,23 +249,26 @@ def cached_on_record(function: Callable[[RunRecord], T]) -> Callable[[RunRecord]
     return cached
 
 
-def read_run_record(folder: Path) -> RunRecord:
-    """Read a run folder; a UserError says what is missing or which file cannot be read."""
+def read_run_record(folder: Path, whole: bool = False) -> RunRecord:
+    """Read a run folder; a UserError says what is missing or which file cannot be read.
+
+    ``whole``: with all events of a long run too, whose memory they may fill."""
     _check_folder(folder)
+    fold = read_fold(folder / EVENTS)
+    events = read_events(folder / EVENTS) if whole else fold.events()
     return RunRecord(
         folder=folder,
         config=read_tree(folder / "config.yaml", safe_content),
         plan=read_tree(folder / "plan.json", json.loads),
         summary=read_tree(folder / "summary.json", json.loads),
-        events=[event for event in read_events(folder / EVENTS) if _has_step(event)],
+        events=[event for event in events if _has_step(event)],
+        totals=fold.totals,
     )
 
 
 def _has_step(event: Event) -> bool:
     """Return whether an event of a step says which: one without would stop every reader."""
-    step = event.get("step")
-    is_integer = isinstance(step, int) and not isinstance(step, bool) and abs(step) < _MAX_INTEGER
-    return is_integer or event["event"] not in _STEP_KINDS
+    return is_step(event.get("step")) or event["event"] not in STEP_KINDS
 
 
 def _check_folder(folder: Path) -> None:

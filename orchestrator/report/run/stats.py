@@ -3,7 +3,6 @@ of a record."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
@@ -12,9 +11,9 @@ from typing import Any
 from orchestrator.config.metric import Criterion, find_criterion
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import Event
-from orchestrator.record.summary.peak_memory import PeakMemory, peak_memory
-from orchestrator.record.summary.speed import Speed, after_warm_up, speed_of
-from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, number, section
+from orchestrator.record.summary.peak_memory import PeakMemory
+from orchestrator.record.summary.speed import Speed, after_warm_up
+from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, section
 from orchestrator.types import MEMORY_PARTS, PHASES
 
 OTHER = "other"
@@ -62,7 +61,7 @@ def values(events: Iterable[Event], name: str) -> list[float]:
 
 @cached_on_record
 def speed(record: RunRecord) -> Speed | None:
-    return speed_of(record.steps)
+    return record.totals.speed.speed()
 
 
 @cached_on_record
@@ -94,19 +93,12 @@ def wall_seconds(record: RunRecord) -> dict[str, float]:
     if not record.seconds or not record.steps:
         return {}
     parts = {
-        "training": sum(values(record.of("step"), "seconds")),
-        "evaluation": sum(values(record.of("evaluate"), "seconds")),
-        "checkpoints": sum(checkpoint_stalls(record)),
+        "training": record.totals.recorded_step_seconds,
+        "evaluation": record.totals.evaluation_seconds,
+        "checkpoints": record.totals.stall_seconds,
         "recovery": sum(values(record.recoveries, "total_seconds")),
     }
     return _with_rest(parts, record.seconds)
-
-
-def checkpoint_stalls(record: RunRecord) -> list[float]:
-    """Return the seconds that each checkpoint blocked the training: its whole time unless written
-    in the background."""
-    stalls = [finite(event.get("stall", event.get("seconds"))) for event in record.of("checkpoint")]
-    return [seconds for seconds in stalls if seconds is not None]
 
 
 def _with_rest(parts: dict[str, float], total: float) -> dict[str, float]:
@@ -137,7 +129,7 @@ def memory(record: RunRecord) -> MemoryUse | None:
 
 @cached_on_record
 def _measured_peak(record: RunRecord) -> PeakMemory | None:
-    return peak_memory(record.events)
+    return record.totals.peak.peak()
 
 
 @cached_on_record
@@ -298,9 +290,11 @@ def unit_name(record: RunRecord) -> str:
 @cached_on_record
 def non_finite_text(record: RunRecord) -> str | None:
     """Return the steps whose loss was nan or infinite, in words; None if there were none."""
-    losses = [(event["step"], number(event.get("loss"))) for event in record.steps]
-    steps = [step for step, loss in losses if loss is not None and not math.isfinite(loss)]
-    return f"the loss of {plural(len(steps), 'step', 'steps')}, first at step {steps[0]}" if steps else None
+    totals = record.totals
+    if not totals.num_non_finite:
+        return None
+    steps = plural(totals.num_non_finite, "step", "steps")
+    return f"the loss of {steps}, first at step {totals.first_non_finite}"
 
 
 def plural(count: int, one: str, many: str) -> str:

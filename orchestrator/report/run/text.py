@@ -27,7 +27,6 @@ from orchestrator.report.run.quality_findings import uneven_experts_finding
 from orchestrator.report.run.read import RunRecord, finite, section
 from orchestrator.report.run.stats import (
     best_evaluation,
-    checkpoint_stalls,
     device_name,
     final_evaluation,
     flops_per_second,
@@ -294,19 +293,18 @@ def _course_lines(record: RunRecord) -> list[Line]:
 
 def _checkpoint_lines(record: RunRecord) -> list[Line]:
     checkpoints = record.of("checkpoint")
-    if not checkpoints:
+    totals = record.totals
+    if not totals.num_checkpoints:
         return []
-    text = str(len(checkpoints))
-    durations = values(checkpoints, "seconds")
-    if durations:
-        text += f", {seconds_text(fmean(durations))} each"
+    text = str(totals.num_checkpoints)
+    if totals.checkpoint_seconds:
+        text += f", {seconds_text(totals.checkpoint_seconds / totals.num_checkpoints)} each"
     sizes = values(checkpoints, "bytes")
     if sizes:
         text += f", the last {bytes_text(sizes[-1])}"
     # Without stalls the checkpoints blocked the training for their whole duration.
-    stalls = checkpoint_stalls(record) if any("stall" in event for event in checkpoints) else []
-    if stalls:
-        text += f"; training blocked {seconds_text(fmean(stalls))} each"
+    if totals.num_stalls and any("stall" in event for event in checkpoints):
+        text += f"; training blocked {seconds_text(totals.stall_seconds / totals.num_stalls)} each"
     return [("checkpoints", text)]
 
 

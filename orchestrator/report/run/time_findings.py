@@ -83,7 +83,7 @@ def evaluation_finding(record: RunRecord) -> Finding | None:
     share = shares(wall_seconds(record)).get("evaluation", 0.0)
     if share < EVALUATION_SHARE:
         return None
-    count = len(record.of("evaluate"))
+    count = record.totals.num_evaluations
     seconds = seconds_text(wall_seconds(record)["evaluation"])
     return Finding(
         "evaluation",
@@ -99,7 +99,7 @@ def checkpoint_finding(record: RunRecord) -> Finding | None:
     share = shares(wall_seconds(record)).get("checkpoints", 0.0)
     if share < CHECKPOINT_SHARE:
         return None
-    count = len(record.of("checkpoint"))
+    count = record.totals.num_checkpoints
     seconds = seconds_text(wall_seconds(record)["checkpoints"] / count)
     return Finding(
         "checkpoint",
@@ -113,7 +113,7 @@ def checkpoint_finding(record: RunRecord) -> Finding | None:
 
 def _half_as_often(record: RunRecord, count: int) -> int:
     """Return the steps between events that shall happen half as often as they did."""
-    return max(2, round(2 * len(record.steps) / max(1, count)))
+    return max(2, round(2 * record.totals.num_steps / max(1, count)))
 
 
 def communication_finding(record: RunRecord) -> Finding | None:

@@ -50,7 +50,7 @@ def verdict(record: RunRecord) -> Finding:
     out_of_memory = out_of_memory_finding(record)
     if out_of_memory is not None:
         return out_of_memory
-    if len(record.steps) < MIN_STEPS:
+    if record.totals.num_steps < MIN_STEPS:
         return _too_short(record)
     findings = [finding for cause in CAUSES if (finding := cause(record)) is not None]
     if not findings:
@@ -61,7 +61,7 @@ def verdict(record: RunRecord) -> Finding:
 
 
 def _too_short(record: RunRecord) -> Finding:
-    steps = plural(len(record.steps), "step", "steps")
+    steps = plural(record.totals.num_steps, "step", "steps")
     return Finding(
         "unknown",
         (f"{steps} recorded; a verdict needs {MIN_STEPS}, since the first ones include start-up costs",),
@@ -72,7 +72,7 @@ def _too_short(record: RunRecord) -> Finding:
 def _unmeasured(record: RunRecord) -> Finding:
     return Finding(
         "unknown",
-        (f"{len(record.steps)} steps recorded, but neither their phases nor the use of the device",),
+        (f"{record.totals.num_steps} steps recorded, but neither their phases nor the use of the device",),
         (
             "keep --monitor-gpu on and --gpu-log-interval below the number of steps",
             "--profile traces a few steps, operation by operation",

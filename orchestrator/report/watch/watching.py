@@ -13,6 +13,7 @@ from orchestrator.record.files.ledger import holds_sweep
 from orchestrator.record.files.remote_record import EVENTS, holds_record
 from orchestrator.record.files.tail import Follower
 from orchestrator.record.live.state import RunState
+from orchestrator.record.summary.index import read_fold
 from orchestrator.report.watch.frame import Size, frame
 from orchestrator.report.watch.glyphs import plain
 from orchestrator.storage.address import as_url
@@ -81,7 +82,10 @@ def _follow(location: Path, state: RunState) -> Follower:
         raise UserError(f"{location} holds a sweep; see it with: orchestrator report {location}")
     if not (location / EVENTS).exists() and not (location / "config.yaml").exists():
         raise UserError(f"there is no run in {location}: it holds no {EVENTS}; give the folder of a run")
-    return Follower(location / EVENTS, [state])
+    # Only the newest part of a long record is read.
+    fold = read_fold(location / EVENTS)
+    state.take(fold)
+    return Follower(location / EVENTS, [state], fold.extent)
 
 
 def wait_for_run(location: Path, console: Console, interval_s: float) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.record.files.events import effective_events, of_kind, read_events
+from orchestrator.record.files.effective import effective_events
+from orchestrator.record.files.events import of_kind
 from orchestrator.record.files.remote_record import EVENTS, download_record
 from orchestrator.record.files.validate import is_valid
+from orchestrator.record.summary.index import read_fold
 from orchestrator.record.summary.summary import best_evaluation, write_json
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
@@ -127,7 +129,7 @@ def _download(run: RemoteFolder, checkpoint: RemoteCheckpoint | None, local: Pat
 
 def _choose_step(steps: Sequence[int], record: Path) -> tuple[int, str]:
     """Return the step to evaluate of those that a run has, and why. ``record`` has the run's events."""
-    recorded = read_events(record / EVENTS)
+    recorded = read_fold(record / EVENTS).events()
     events = effective_events([event for event in recorded if is_valid(event)])
     best = best_evaluation(events)
     newest = max(steps)

@@ -13,9 +13,11 @@ from torch import nn
 from experts.balance import gated_layers, moe_layers
 from experts.model import structure_of
 from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
-from orchestrator.record.files.events import Event, effective_events, of_kind, read_events
+from orchestrator.record.files.effective import effective_events
+from orchestrator.record.files.events import Event, of_kind
 from orchestrator.record.files.log import Log
 from orchestrator.record.files.validate import is_valid
+from orchestrator.record.summary.index import read_fold
 from orchestrator.record.summary.summary import best_evaluation
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import build_checked_model
@@ -48,7 +50,7 @@ def final_model(
     ``live_model`` was trained in this process, and has the weights of the last step. Without it the
     model is built, and all weights come from a checkpoint. With ``--evaluate-ema`` they are the
     average, which the validation results are of."""
-    recorded = read_events(run_dir / "events.jsonl")
+    recorded = read_fold(run_dir / "events.jsonl").events()
     events = effective_events([event for event in recorded if is_valid(event)])
     last_step = of_kind(events, "end")[-1]["steps"]
     chosen = choose_weights(events, prepared.resolved.config.checkpoint.keep_last)

@@ -19,6 +19,7 @@ from orchestrator.record.files.events import EventLog, Listener
 from orchestrator.record.files.log import Log
 from orchestrator.record.machine.monitor import Monitor
 from orchestrator.record.screen.screen import Screen
+from orchestrator.record.summary.index import FoldKeeper
 from orchestrator.record.trackers.trackers import TrackerThread
 from orchestrator.redaction import mask_tree
 from orchestrator.train.parts.world import World
@@ -48,7 +49,9 @@ def open_event_log(
         settings,
         on_warning=warn,
     )
-    log = EventLog(run_dir / "events.jsonl", [screen, trackers, callbacks, *listeners], secrets=secrets)
+    path = run_dir / "events.jsonl"
+    observers = [screen, trackers, callbacks, *listeners, FoldKeeper(path)]
+    log = EventLog(path, observers, secrets=secrets)
     callbacks.bind(run_dir, config, log.write)
     try:
         yield log

@@ -16,8 +16,9 @@ from torch import nn
 from experts.model import structure_of
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.record.callbacks.callbacks import CallbackRunner
-from orchestrator.record.files.events import DriverLog, EventLog, of_kind, read_events
+from orchestrator.record.files.events import DriverLog, EventLog, last_recorded_step
 from orchestrator.record.files.log import Log
+from orchestrator.record.summary.index import read_fold
 from orchestrator.redaction import Secrets, mask
 from orchestrator.train.checkpoint.saved_experts import OtherExperts, SavedExperts
 from orchestrator.train.checkpoint.snapshots import SnapshotTarget
@@ -289,7 +290,7 @@ def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
 
 def count_starts(run_dir: Path) -> int:
     """Return the number of starts that the record of a run has."""
-    return len(of_kind(read_events(run_dir / "events.jsonl"), "start"))
+    return read_fold(run_dir / "events.jsonl").totals.num_starts
 
 
 def _driver_log(path: Path, callbacks: CallbackRunner | None, secrets: Secrets) -> DriverLog:
@@ -328,8 +329,7 @@ def record_failure(
             event_log.write("warning", kind="resume", message=text)
             event_log.close()
             return
-        steps = of_kind(read_events(path), "step")
-        last_step = steps[-1]["step"] if steps else 0
+        last_step = last_recorded_step(path)
         event_log.write(
             "failure",
             kind=type(error).__name__,

@@ -14,8 +14,9 @@ from typing import Any, get_args
 from orchestrator.config.outputs import Tracker
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import of_kind, read_events
-from orchestrator.record.summary.summary import summarise, write_json
+from orchestrator.record.files.events import stream_events
+from orchestrator.record.summary.index import read_fold, save_fold
+from orchestrator.record.summary.summary import summary_of, write_json
 from orchestrator.storage.address import location_text
 from orchestrator.storage.local_files import read_regular
 from orchestrator.train.worker.folder_lock import check_unlocked, folder_lock
@@ -176,7 +177,7 @@ def check_unused(config: Config, run_dir: Path | None) -> None:
 
 
 def holds_run(run_dir: Path) -> bool:
-    return bool(of_kind(read_events(run_dir / "events.jsonl"), "start"))
+    return any(event["event"] == "start" for event in stream_events(run_dir / "events.jsonl"))
 
 
 def _is_within(path: Path, folder: Path) -> bool:
@@ -216,7 +217,9 @@ def _is_file_or_folder(path: Path) -> bool:
 
 def write_summary(run_dir: Path) -> dict[str, Any]:
     """Write ``summary.json`` from the events, and return it."""
-    summary = summarise(read_events(run_dir / "events.jsonl"))
+    path = run_dir / "events.jsonl"
+    save_fold(path)
+    summary = summary_of(read_fold(path))
     write_json(run_dir / "summary.json", summary)
     return summary
 

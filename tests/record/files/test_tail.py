@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.record.files.events import DriverLog, Event, EventLog, read_events, whole_line_bytes
+from orchestrator.record.files.events import (
+    DriverLog,
+    Event,
+    EventLog,
+    extent_of,
+    read_events,
+    whole_line_bytes,
+)
 from orchestrator.record.files.tail import Follower
 from orchestrator.record.screen.screen import Screen
 
@@ -89,7 +96,7 @@ def test_a_torn_line_that_the_next_writer_cuts_off_is_never_passed_on(path: Path
 def test_following_may_start_after_the_whole_lines_that_are_there(path: Path) -> None:
     append(path, line(1) + line(2) + b'{"event": "st')
     received: list[Event] = []
-    follower = Follower(path, [received.append], only_new=True)
+    follower = Follower(path, [received.append], extent_of(path))
     assert whole_line_bytes(path) == len(line(1) + line(2))
     log = EventLog(path)
     log.write("step", step=3, note="longer than the torn line")
@@ -240,7 +247,7 @@ def test_following_a_resumed_run_skips_the_old_events_of_both_files(path: Path) 
     driver = DriverLog(path)
     driver.write("failure", step=2)
     received: list[Event] = []
-    follower = Follower(path, [received.append], only_new=True)
+    follower = Follower(path, [received.append], extent_of(path))
     driver.write("recovery", step=3)
     follower.poll()
     assert steps(received) == [3]

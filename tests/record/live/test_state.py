@@ -8,7 +8,8 @@ import pytest
 
 from orchestrator.record.experts.host_balance import even_ratios, imbalance, token_counts
 from orchestrator.record.experts.placements import placement_at, placement_spans
-from orchestrator.record.files.events import Event, by_step, effective_events
+from orchestrator.record.files.effective import effective_events
+from orchestrator.record.files.events import Event, by_step
 from orchestrator.record.live.expert_use import RECENT_LOADS
 from orchestrator.record.live.loss_curve import MAX_POINTS, LossCurve
 from orchestrator.record.live.state import MAX_NOTABLE, SILENT_S, RunState

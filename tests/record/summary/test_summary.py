@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.files.events import Event, by_step, effective_events, recovery_starts, split_sessions
+from orchestrator.record.files.effective import effective_events
+from orchestrator.record.files.events import Event, by_step, recovery_starts, split_sessions
 from orchestrator.record.summary.summary import summarise
 
 
