@@ -19,6 +19,8 @@ class Result:
     run_dir: Path
     summary: dict[str, Any]
     model: nn.Module
+    not_written: str = ""
+    """The parts of the record or report that could not be written, as on a full disk, and what to do."""
 
     @property
     def step(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +15,12 @@ from orchestrator.plan.experts import unused_settings
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.record.callbacks.callbacks import CallbackRunner
-from orchestrator.record.files.events import DriverLog, Listener
+from orchestrator.record.files.events import DriverLog, Event, Listener
 from orchestrator.record.live.endpoint import RunMetrics
 from orchestrator.record.screen.screen import Screen
+from orchestrator.record.summary.summary import write_json
 from orchestrator.result import Result
+from orchestrator.types import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,13 +71,13 @@ class TrainingRun:
             supervision = Supervision(requests_of(stop_requested, self.callbacks))
             try:
                 outcome, model = run_worker(prepared, world, run_dir, log, supervision)
-                model = final_model(prepared, run_dir, log, start_s, model)
+                model = final_model(prepared, run_dir, log, start_s, model, log.held)
                 self.callbacks.check()
             except BaseException as error:
                 record_failure(run_dir, error, perf_counter() - start_s, starts_before, log)
                 self._show_failure(config, run_dir, starts_before)
                 raise
-        return self._finish(outcome.status, run_dir, model)
+        return self._finish(outcome.status, run_dir, model, log.held)
 
     def on_workers(self, prepared: PreparedRun, cluster: Cluster, run_dir: Path, start_s: float) -> Result:
         """Train on the workers of a cluster, to the end. ``start_s`` is when the run was asked for."""
@@ -91,7 +95,7 @@ class TrainingRun:
             raise
         with closing(DriverLog(run_dir / "events.jsonl", secrets=secret_values())) as log:
             model = final_model(prepared, run_dir, log, start_s)
-        return self._finish(status, run_dir, model)
+        return self._finish(status, run_dir, model, log.held)
 
     def _listeners(self, run_dir: Path) -> list[Listener]:
         """Return the readers of the events that the run's settings ask for."""
@@ -130,20 +134,36 @@ class TrainingRun:
                 if line is not None:
                     self.screen.note(line)
 
-    def _finish(self, status: str, run_dir: Path, model: nn.Module) -> Result:
+    def _finish(self, status: str, run_dir: Path, model: nn.Module, held: Sequence[Event]) -> Result:
+        """Write summary and report, and return the result. ``held`` are events that could not be written."""
         from orchestrator.report.run.page import draw_report
         from orchestrator.train.worker.final_model import copy_model
-        from orchestrator.train.worker.run_dir import resume_call, summary_lines, write_summary
+        from orchestrator.train.worker.run_dir import read_summary, resume_call, summary_lines
 
-        summary = write_summary(run_dir)
+        summary = read_summary(run_dir, held)
         if self.model is not None:
             copy_model(model, self.model, summary["final"]["step"])
-        draw_report(run_dir, self.screen.note)
+        problems = [f"the last {counted(len(held), 'event')} of events.jsonl"] if held else []
+        for what, write in (
+            ("summary.json", lambda: write_json(run_dir / "summary.json", summary)),
+            ("the report", lambda: draw_report(run_dir, self.screen.note)),
+        ):
+            try:
+                write()
+            except OSError as error:
+                problems.append(f"{what} ({error.strerror or error})")
         for line in summary_lines(summary, run_dir):
             self.screen.note(line)
+        not_written = ""
+        if problems:
+            not_written = (
+                f"could not be written to {run_dir}: {', '.join(problems)}; make room there, then draw the "
+                f"report again with: orchestrator report {shlex.quote(str(run_dir))}"
+            )
+            self.screen.note(f"warning: {not_written}")
         if status == "stopped" and self.is_own_task:
             self.screen.note(f"continue with: {resume_call(run_dir)}")
-        return Result(status, run_dir, summary, model)
+        return Result(status, run_dir, summary, model, not_written)
 
 
 def _worker_group_type(prepared: PreparedRun) -> Any:

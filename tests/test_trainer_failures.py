@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from orchestrator import Callback, Loss, Metric, Trainer
 from orchestrator.errors import TaskFailed, TrainingFailed, UserError
 from orchestrator.record.callbacks.callback_values import StepInfo
 from orchestrator.record.files.events import by_step, of_kind
+from orchestrator.result import Result
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from tests.support.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 
@@ -208,6 +210,38 @@ def test_a_full_disk_is_a_warning_until_the_end(tmp_path: Path, monkeypatch: pyt
     assert result.status == "completed"
     (warning,) = of_kind(events_of(tmp_path), "warning")
     assert "No space left" in warning["message"]
+
+
+def test_a_full_disk_costs_the_record_but_not_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(folder: str) -> Result:
+        torch.manual_seed(0)
+        return trainer(settings(tmp_path / folder, epochs=3)).fit()
+
+    expected = fit("expected")
+    write = os.write
+    num_writes = 0
+
+    def limited(file: int, data: bytes) -> int:
+        nonlocal num_writes
+        num_writes += b'"event"' in data
+        if num_writes > 3 and b'"event"' in data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
+
+    monkeypatch.setattr("orchestrator.record.files.events.os.write", limited)
+    monkeypatch.setattr("orchestrator.report.run.page.draw_report", full)
+    result = fit("run")
+    assert expected.not_written == ""
+    assert "events of events.jsonl, the report (No space left on device)" in result.not_written
+    assert "orchestrator report" in result.not_written
+    assert 0 < len(events_of(tmp_path / "run")) < len(events_of(tmp_path / "expected"))
+    same = ("status", "steps", "epochs", "train_loss", "final")
+    assert {name: result.summary[name] for name in same} == {name: expected.summary[name] for name in same}
 
 
 def test_a_tracker_that_fails_is_a_warning_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

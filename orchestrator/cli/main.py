@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.config.nearest import did_you_mean
-from orchestrator.errors import OrchestratorError, UserError
+from orchestrator.errors import OrchestratorError, ResourceError, UserError
 from orchestrator.interrupts import ignore_signals, interrupt_on_signals
 from orchestrator.redaction import MaskedStream
 from orchestrator.types import VERSION, printable
@@ -79,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"orchestrator: {text}\n")
         return error.exit_code
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f": {error.filename}" if error.filename else ""
+            sys.stderr.write(f"orchestrator: {error.strerror}{where}; make room, or lift the quota\n")
+            return ResourceError.exit_code
         if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
             raise
         path = str(error.filename)[:80]

@@ -9,7 +9,7 @@ from pathlib import Path
 from orchestrator.config.flags import read_flags
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
-from orchestrator.errors import Interrupted, UserError
+from orchestrator.errors import Interrupted, ResourceError, UserError
 from orchestrator.plan.inventory.hardware import launched_by
 
 
@@ -38,6 +38,8 @@ def fit(resolved: Resolved) -> int:
     from orchestrator.trainer import Trainer
 
     result = Trainer(config=resolved).fit()
+    if result.not_written:
+        raise ResourceError(f"the run is {result.status}, but {result.not_written}")
     if result.status == "stopped":
         from orchestrator.train.worker.run_dir import how_to_resume
 

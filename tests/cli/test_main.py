@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -23,6 +24,18 @@ def test_a_missing_gpu_has_the_exit_code_of_resources(call: Call, monkeypatch: p
     assert answer.code == 3
     assert answer.lines[0].startswith("orchestrator: --gpu-mode single_gpu needs one GPU; 0 were found")
     assert len(answer.lines) <= 4
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_has_the_exit_code_of_resources(call: Call, monkeypatch: pytest.MonkeyPatch, number: int):
+    def full(argv: object) -> int:
+        raise OSError(number, os.strerror(number), "/data/model.safetensors")
+
+    monkeypatch.setattr("orchestrator.cli.export.run", full)
+    answer = call("export", "run", "folder")
+    assert answer.code == 3
+    expected = f"orchestrator: {os.strerror(number)}: /data/model.safetensors; make room, or lift the quota"
+    assert answer.lines == [expected]
 
 
 def test_a_bug_of_ours_keeps_its_traceback(call: Call, monkeypatch: pytest.MonkeyPatch):

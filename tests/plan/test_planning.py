@@ -44,6 +44,7 @@ def sharding_of(chosen: Plan, offload: bool = False) -> ModelSharding:
             "experts",
             primary=chosen.gate.value == "primary",
             expert_replicas=chosen.expert_replicas.value,
+            copies=chosen.expert_replicas.value > 1 or chosen.rebalance.value,
             dense=chosen.sharding.value,
         )
     return ModelSharding(chosen.workers.value, chosen.sharding.value, offload)

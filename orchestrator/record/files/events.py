@@ -74,12 +74,14 @@ the workers are new processes, another ``start``, before or after ``recovery``.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -92,6 +94,12 @@ PositionedEvent = tuple[int, Event]
 """An event, and the byte of its file at which its line begins."""
 Listener = Callable[[Event], None]
 
+_logger = logging.getLogger("orchestrator")
+
+MAX_HELD = 10_000
+"""Events that are held back while they cannot be written. Of more, every other one of steps is dropped."""
+_FREQUENT = frozenset({"step", "phases", "exchange", "load", "monitor", "log"})
+_RETRY_SECONDS = 1.0
 _MAX_DEPTH = 32
 _TAIL_BYTES = 2**20
 _POSITION = "worker_bytes"
@@ -101,16 +109,27 @@ _POSITION = "worker_bytes"
 class EventLog:
     """Appends events to a file and passes each to the listeners (progress bar, trackers), in order.
 
-    ``secrets`` are masked in the file and for the listeners.
-    """
+    ``secrets`` are masked in the file and for the listeners. Events that a full disk does not take
+    are held back, and written when there is space again: the record never ends a run."""
 
     def __init__(self, path: Path, listeners: Iterable[Listener] = (), *, secrets: Secrets = ()) -> None:
         truncate_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
         self._listeners = tuple(listeners)
         self._secrets = secrets
+        self._held: list[tuple[str, Event]] = []
+        """Lines that are not in the file yet, with their events."""
+        self._num_left_out = 0
+        self._retry_s: float | None = None
+        """When held events are tried again; None while events can be written."""
         # Uploads write from a thread of their own; a listener may write too.
         self._lock = threading.RLock()
+
+    @property
+    def held(self) -> list[Event]:
+        """The events that could not be written so far."""
+        return [event for _, event in self._held]
 
     def write(self, event: str, **fields: Any) -> None:
         self.write_all([{"event": event, "time": time.time(), **fields}])
@@ -119,11 +138,76 @@ class EventLog:
         """Write several events at once: a kill in between leaves whole lines and at most one torn line."""
         masked = [self._masked(event) for event in events]
         with self._lock:
-            self._file.write("".join(line + "\n" for line, _ in masked))
-            self._file.flush()
+            if self._file.closed:
+                raise ValueError(f"{self._path} is closed")
+            self._held += masked
+            notes = self._write_held()
             for listener in self._listeners:
-                for _, event in masked:
+                for _, event in (*masked, *notes):
                     listener(event)
+
+    def _write_held(self, at_once: bool = False) -> list[tuple[str, Event]]:
+        """Write the lines that are not in the file yet, or hold them back. Return the warnings about it."""
+        if self._retry_s is not None and not at_once and time.monotonic() < self._retry_s:
+            self._thin_held()
+            return []
+        try:
+            self._append("".join(line + "\n" for line, _ in self._held).encode())
+        except OSError as error:
+            return self._hold_back(error)
+        num_held = len(self._held)
+        self._held = []
+        if self._retry_s is None:
+            return []
+        self._retry_s = None
+        left_out = f"; {self._num_left_out} of steps were left out meanwhile" if self._num_left_out else ""
+        self._num_left_out = 0
+        return self._warn(f"{self._path} can be written again: {num_held} events were held back{left_out}")
+
+    def _hold_back(self, error: OSError) -> list[tuple[str, Event]]:
+        is_first = self._retry_s is None
+        self._retry_s = time.monotonic() + _RETRY_SECONDS
+        self._thin_held()
+        if not is_first:
+            return []
+        # A warning about the warning would have no end: it is held back with the others.
+        warning = self._masked(_warning(f"{cannot_write(self._path, error)}. The run goes on without"))
+        self._held.append(warning)
+        return [warning]
+
+    def _warn(self, message: str) -> list[tuple[str, Event]]:
+        """Write a warning, and return it for the listeners."""
+        warning = self._masked(_warning(message))
+        self._held.append(warning)
+        return [warning, *self._write_held(at_once=True)]
+
+    def _append(self, data: bytes) -> None:
+        """Append whole lines, or nothing."""
+        file = self._file.fileno()
+        size = os.fstat(file).st_size
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(file, data[written:])
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(file, size)
+            raise
+
+    def _thin_held(self) -> None:
+        """Drop every other event of steps when there are too many: the memory is needed for training."""
+        if len(self._held) <= MAX_HELD:
+            return
+        kept: list[tuple[str, Event]] = []
+        is_dropped = True
+        for entry in self._held:
+            if entry[1]["event"] in _FREQUENT:
+                is_dropped = not is_dropped
+                if is_dropped:
+                    continue
+            kept.append(entry)
+        self._num_left_out += len(self._held) - len(kept)
+        self._held = kept
 
     def _masked(self, event: Event) -> tuple[str, Event]:
         """Return an event's line and the event itself, both without secrets."""
@@ -141,9 +225,16 @@ class EventLog:
         return encode_event(clean), clean
 
     def close(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        """Write what is held back, and close. ``held`` has what could not be written."""
+        with self._lock:
+            if self._file.closed:
+                return
+            if self._held:
+                self._write_held(at_once=True)
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                _logger.warning("%s", cannot_write(self._path, error))
             self._file.close()
 
 
@@ -161,6 +252,15 @@ class DriverLog(EventLog):
     def write_all(self, events: Iterable[Event]) -> None:
         position = whole_line_bytes(self._workers_path)
         super().write_all([{**event, _POSITION: position} for event in events])
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    """Return why a file cannot be written, and what to do, in words."""
+    return f"cannot write {path}: {error.strerror or error}; make room there, or lift the quota"
+
+
+def _warning(message: str) -> Event:
+    return {"event": "warning", "time": time.time(), "kind": "record", "message": message}
 
 
 def driver_path(path: Path) -> Path:

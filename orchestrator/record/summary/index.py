@@ -75,9 +75,14 @@ def save_fold(path: Path) -> None:
         _logger.debug("the index of %s could not be written: %s", path, error)
 
 
-def read_fold(path: Path) -> RunFold:
-    """Return the fold of the whole lines that the record ``path`` has now. A missing record has none."""
-    return _fold(path, extent_of(path))
+def read_fold(path: Path, held: Iterable[Event] = ()) -> RunFold:
+    """Return the fold of the whole lines that the record ``path`` has now. A missing record has none.
+
+    ``held`` are the newest events, which could not be written to it."""
+    fold = _fold(path, extent_of(path))
+    for event in held:
+        fold.add(event)
+    return fold
 
 
 def _fold(path: Path, end: Extent) -> RunFold:

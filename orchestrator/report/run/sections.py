@@ -75,7 +75,7 @@ def header(record: RunRecord) -> str:
 def _duration_text(record: RunRecord) -> str | None:
     if record.seconds is None:
         return None
-    steps = f", {plural(len(record.steps), 'step', 'steps')}" if record.steps else ""
+    steps = f", {plural(record.totals.num_steps, 'step', 'steps')}" if record.steps else ""
     return seconds_text(record.seconds) + steps
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from experts.balance import gated_layers, moe_layers
 from experts.model import structure_of
-from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
+from orchestrator.errors import CheckpointDamaged, ResourceError, TrainingFailed, UserError
 from orchestrator.record.files.effective import effective_events
 from orchestrator.record.files.events import Event, of_kind
 from orchestrator.record.files.log import Log
@@ -42,17 +42,29 @@ class FinalWeights:
 
 
 def final_model(
-    prepared: PreparedRun, run_dir: Path, log: Log, began_s: float, live_model: nn.Module | None = None
+    prepared: PreparedRun,
+    run_dir: Path,
+    log: Log,
+    began_s: float,
+    live_model: nn.Module | None = None,
+    held: Sequence[Event] = (),
 ) -> nn.Module:
     """Return the model that a run ends with, and record which step its weights are of.
 
     ``began_s`` is when this process began the run, by ``perf_counter``.
     ``live_model`` was trained in this process, and has the weights of the last step. Without it the
     model is built, and all weights come from a checkpoint. With ``--evaluate-ema`` they are the
-    average, which the validation results are of."""
-    recorded = read_fold(run_dir / "events.jsonl").events()
+    average, which the validation results are of. ``held`` are events that could not be written to the
+    record."""
+    recorded = read_fold(run_dir / "events.jsonl", held).events()
     events = effective_events([event for event in recorded if is_valid(event)])
-    last_step = of_kind(events, "end")[-1]["steps"]
+    ends = of_kind(events, "end")
+    if not ends:
+        raise ResourceError(
+            f"{run_dir / 'events.jsonl'} does not say how the run ended: its end could not be written. "
+            "Make room there, and continue the run from its newest checkpoint"
+        )
+    last_step = ends[-1]["steps"]
     chosen = choose_weights(events, prepared.resolved.config.checkpoint.keep_last)
     averaged = prepared.resolved.config.optim.evaluate_ema
     contents: Contents | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, get_args
 from orchestrator.config.outputs import Tracker
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import stream_events
+from orchestrator.record.files.events import Event, stream_events
 from orchestrator.record.summary.index import read_fold, save_fold
 from orchestrator.record.summary.summary import summary_of, write_json
 from orchestrator.storage.address import location_text
@@ -215,13 +215,16 @@ def _is_file_or_folder(path: Path) -> bool:
     return path.is_dir() and path.suffix not in _FILE_SUFFIXES
 
 
-def write_summary(run_dir: Path) -> dict[str, Any]:
-    """Write ``summary.json`` from the events, and return it."""
+def write_summary(run_dir: Path) -> None:
+    """Write ``summary.json`` from the events."""
+    write_json(run_dir / "summary.json", read_summary(run_dir))
+
+
+def read_summary(run_dir: Path, held: Sequence[Event] = ()) -> dict[str, Any]:
+    """Return the content of ``summary.json``. ``held`` are events that could not be written to the record."""
     path = run_dir / "events.jsonl"
     save_fold(path)
-    summary = summary_of(read_fold(path))
-    write_json(run_dir / "summary.json", summary)
-    return summary
+    return summary_of(read_fold(path, held))
 
 
 def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:

@@ -1,7 +1,9 @@
 """Tests of the event log: it survives kills, non-finite numbers and unknown lines."""
 
+import errno
 import json
 import math
+import os
 import tempfile
 from pathlib import Path
 
@@ -231,3 +233,74 @@ def test_a_damaged_position_costs_the_order_alone(path: Path, position: str) -> 
     line = f'{{"event": "failure", "worker_bytes": {position}}}\n'
     driver_path(path).write_text(line, encoding="utf-8")
     assert {event["event"] for event in read_events(path)} == {"step", "failure"}
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A disk with as many free bytes as the first number of the list."""
+    free = [10**9]
+    write = os.write
+
+    def limited(file: int, data: bytes) -> int:
+        if not free[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        # A disk takes what fits.
+        num_written = write(file, data[: free[0]])
+        free[0] -= num_written
+        return num_written
+
+    monkeypatch.setattr(events_module.os, "write", limited)
+    monkeypatch.setattr(events_module, "_RETRY_SECONDS", 0.0)
+    return free
+
+
+def test_events_are_held_back_while_the_disk_is_full(path: Path, full_disk: list[int]) -> None:
+    received: list[Event] = []
+    log = EventLog(path, [received.append])
+    log.write("step", step=1)
+    full_disk[0] = 20
+    for step in range(2, 6):
+        log.write("step", step=step)
+    assert [event["step"] for event in read_events(path)] == [1], "no torn line is left"
+    assert [event.get("step") for event in log.held] == [2, None, 3, 4, 5]
+    warnings = [event["message"] for event in received if event["event"] == "warning"]
+    assert len(warnings) == 1, "once"
+    assert str(path) in warnings[0]
+    assert "No space left on device" in warnings[0]
+    full_disk[0] = 10**9
+    log.write("step", step=6)
+    log.close()
+    steps = [event["step"] for event in read_events(path) if event["event"] == "step"]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [event.get("step") for event in received if event["event"] == "step"] == steps
+    assert "can be written again: 6 events" in read_events(path)[-1]["message"]
+    assert not log.held
+
+
+def test_few_events_are_held_back_and_the_log_says_how_many_are_left_out(
+    path: Path, full_disk: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events_module, "MAX_HELD", 20)
+    log = EventLog(path)
+    full_disk[0] = 0
+    for step in range(1, 101):
+        log.write("step", step=step)
+        log.write("evaluate", step=step) if step % 50 == 0 else None
+        assert len(log.held) <= 21
+    full_disk[0] = 10**9
+    log.close()
+    events = read_events(path)
+    steps = [event["step"] for event in events if event["event"] == "step"]
+    assert steps[-1] == 100
+    assert [event["step"] for event in events if event["event"] == "evaluate"] == [50, 100]
+    assert f"{100 - len(steps)} of steps were left out" in events[-1]["message"]
+
+
+def test_a_log_on_a_full_disk_can_be_closed(path: Path, full_disk: list[int]) -> None:
+    log = EventLog(path)
+    full_disk[0] = 0
+    log.write("end", status="completed")
+    log.close()
+    assert [event["event"] for event in log.held] == ["end", "warning"]
+    with pytest.raises(ValueError, match="closed"):
+        log.write("final")

@@ -194,7 +194,7 @@ def write_record(path: Path, draws: random.Random, num_sessions: int = 6) -> Non
             time += draws.choice((0.5, 1.0, 40.0, -3.0))
             log.write_all(events_of_step(step, time, draws))
             if draws.random() < 0.02:
-                log._file.write('{"event": "step", "step": 7, "los\n')
+                path.open("ab").write(b'{"event": "step", "step": 7, "los\n')
         time += 500.0
         if draws.random() < 0.7:
             log.write_all([{"event": "end", "time": time, "status": "stopped", "reason": "", "seconds": 5.0}])
