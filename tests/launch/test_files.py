@@ -50,7 +50,8 @@ def test_the_claim_is_the_one_that_the_manifests_name() -> None:
 
 def test_the_image_is_pinned_and_has_no_root_and_no_secrets() -> None:
     text = (CLUSTER / "Dockerfile").read_text(encoding="utf-8")
-    bases = re.findall(r"^FROM (\S+)", text, flags=re.MULTILINE)
+    bases = re.findall(r"^ARG BASE=(\S+)", text, flags=re.MULTILINE)
+    assert re.findall(r"^FROM (\S+)", text, flags=re.MULTILINE) == ["${BASE}"]
     users = re.findall(r"^USER (\S+)", text, flags=re.MULTILINE)
     assert bases
     assert all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases), "a tag with a full version was needed"
@@ -66,6 +67,19 @@ def test_the_dockerfile_copies_what_exists() -> None:
     names = [name for line in copied for name in line.split()]
     assert {"orchestrator", "experts", "constraints.txt"} <= set(names)
     assert all((CLUSTER.parent / name).exists() for name in names)
+    # The daemon gets these and nothing else: no checkpoints, no .git, no .env.
+    ignored = (CLUSTER.parent / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    rules = [line for line in ignored if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    assert {rule.removeprefix("!") for rule in rules if rule.startswith("!")} == set(names)
+
+
+def test_the_docs_say_how_to_pin_the_base_by_its_digest() -> None:
+    text = (CLUSTER / "Dockerfile").read_text(encoding="utf-8")
+    (base,) = re.findall(r"^ARG BASE=(\S+)", text, flags=re.MULTILINE)
+    guide = (CLUSTER.parent / "docs" / "clusters.md").read_text(encoding="utf-8")
+    for page in (text, guide):
+        assert f"--build-arg BASE={base}@sha256:DIGEST" in page
 
 
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
