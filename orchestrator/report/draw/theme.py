@@ -10,7 +10,7 @@ CSS = """
 :root { color-scheme: light dark;
   --bg: #f6f7f9; --card: #fff; --ink: #1b2129; --soft: #414b57; --muted: #5d6773; --line: #e3e6ea; --fill: #eef0f3;
   --c0: #3b5bdb; --c1: #e8590c; --c2: #0c8599; --c3: #9c36b5; --c4: #2f9e44; --c5: #54677a;
-  --good: #1d6b30; --bad: #c92a2a; --warn: #a34f00; --cold: #2b6cb0; --warm: #d9480f;
+  --good: #1d6b30; --bad: #c92a2a; --warn: #9a4a00; --cold: #2b6cb0; --warm: #d9480f;
   --shadow: 0 1px 2px rgb(20 30 50 / 5%), 0 4px 14px rgb(20 30 50 / 4%); }
 @media (prefers-color-scheme: dark) { :root {
   --bg: #12151a; --card: #1a1f26; --ink: #e8ebef; --soft: #c3cad3; --muted: #8f9aa8; --line: #2b323c; --fill: #252b34;
