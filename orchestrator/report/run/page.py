@@ -38,8 +38,9 @@ def draw_report(folder: Path, note: Callable[[str], None] | None = None) -> list
 
     ``note`` receives the verdicts of the page, a line each."""
     record = read_run_record(folder)
-    for line in verdict_lines(record) if note is not None else ():
-        note(line)
+    if note is not None:
+        for line in verdict_lines(record):
+            note(line)
     # The page comes last: a reader of it finds the other files complete.
     summary = write_whole(folder / SUMMARY, performance_summary(record))
     pictures = [*draw_all(record, folder), *write_graph_files(record, folder)]
