@@ -88,12 +88,12 @@ class SweepTrial(Trainable):
 
     def _advance(self) -> tuple[TrialResult, dict[str, Any]]:
         """Run the next slice; in a group that was started anew, those before it too."""
-        missing = 1
+        part = 1 / self._trial_setup.slices
         if not self._num_slices or not self._group.is_running:
             self._group.open(self._point)
-            missing = self._num_slices + 1
-        for _ in range(missing):
-            advanced = self._group.advance(1 / self._trial_setup.slices)
+            for _ in range(self._num_slices):
+                self._group.advance(part)
+        advanced = self._group.advance(part)
         self._num_slices += 1
         return advanced
 

@@ -182,6 +182,7 @@ def test_a_killed_worker_is_a_row(shared_cluster: RayCluster, tmp_path: Path) ->
     rows = rows_of(run_dir)
     assert [row.status for row in rows] == ["completed", "failed", "completed", "completed"]
     assert "was lost" in rows[1].reason
+    assert (rows[1].reason[-9:], rows[1].retries) == ("(3 tries)", 2)
 
 
 @pytest.mark.ray
