@@ -289,3 +289,12 @@ def test_a_chat_that_the_template_refuses_names_the_row(tmp_path: Path) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(UserError, match=r"line 1 is refused by the chat template: roles must alternate"):
         open_rows(tmp_path / "a.jsonl", [{"messages": CHAT}], chat_tokenizer(template=template))
+
+
+def test_a_token_that_reaches_past_the_end_of_an_answer_is_trained(tmp_path: Path) -> None:
+    """Without stop tokens the last letters of an answer may share a token with the next turn."""
+    tokenizer = chat_tokenizer(template="{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert tokenizer.tokenize("expert") == ["ex", "pert"]
+    rows = [message("user", "?"), message("assistant", "an expe"), message("user", "rt?")]
+    samples = open_rows(tmp_path / "a.jsonl", [{"messages": rows}], tokenizer)
+    assert trained_text(samples, tokenizer) == ["an expert"]

@@ -36,8 +36,10 @@ def test_the_model_is_built_on_the_default_device(config: Config, lora: int | No
     assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"meta"}
 
 
-def reference(task: LanguageModel, weight: float) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss of the first global batch by ``transformers`` alone, and gradients."""
+def reference(
+    task: LanguageModel, weight: float, batch: dict[str, Tensor]
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss of a batch by ``transformers`` alone, and gradients."""
     from transformers import AutoModelForCausalLM
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -45,7 +47,6 @@ def reference(task: LanguageModel, weight: float) -> tuple[float, dict[str, Tens
         task.folder, dtype=torch.float64, experts_implementation="eager"
     )
     model.train()
-    batch = first_batch(task)
     outputs = model(
         input_ids=batch["input_ids"],
         position_ids=batch["position_ids"],
@@ -88,7 +89,7 @@ def test_loss_and_gradients_are_those_of_transformers_for_the_whole_batch(
     config: Config, micro_batch: int, weight: float
 ) -> None:
     task = DoubleLanguageModel(config.but(balance_loss=weight))
-    expected_loss, expected = reference(task, weight)
+    expected_loss, expected = reference(task, weight, first_batch(task))
     stepper, feed = make_stepper(task, micro_batch, GLOBAL_BATCH, clip_norm=1e9)
     totals = run_steps(stepper, feed, 1)[0]
     assert mean_loss(totals) == pytest.approx(expected_loss, rel=1e-6)
@@ -98,6 +99,20 @@ def test_loss_and_gradients_are_those_of_transformers_for_the_whole_batch(
         torch.testing.assert_close(
             found[name], gradient, rtol=1e-5, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_a_short_step_after_one_of_several_passes_has_the_loss_of_transformers(config: Config) -> None:
+    """Its one pass counts its own choices of experts, not those of the step before."""
+    task = DoubleLanguageModel(config.but(balance_loss=0.3))
+    num_samples = len(task.train_data())
+    size = next(size for size in range(4, num_samples) if 0 < num_samples % size < 3)
+    stepper, feed = make_stepper(task, 3, size, 1e-30, clip_norm=1e9)
+    several, *_, short = feed.steps(0)
+    assert len(several.micro_batches) > 1
+    assert len(short.micro_batches) == 1
+    expected, _ = reference(task, 0.3, short.micro_batches[0].fetch())
+    stepper.run(several, 0)
+    assert mean_loss(stepper.run(short, 1)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_plan_needs_no_data_and_a_training_does(config: Config) -> None:

@@ -269,3 +269,18 @@ class Failing(IterableDataset[int]):
 def test_an_error_of_the_users_data_set_shows_its_frame() -> None:
     with pytest.raises(TaskFailed, match=r"RuntimeError: the disk is gone(.|\n)*in __iter__"):
         steps_of(make_feed(Failing(), 2, 2))
+
+
+class RandomNumbers(Numbers):
+    """Numbers that are decoded at random, as augmented images are."""
+
+    def decode(self, item: int) -> int:
+        return int(torch.randint(2**40, ()))
+
+
+@pytest.mark.parametrize("shuffle_buffer", [0, 4])
+def test_randomness_in_decoding_differs_between_epochs_and_repeats_within_one(shuffle_buffer: int) -> None:
+    feed = make_feed(RandomNumbers(8), 4, 2, shuffle_buffer=shuffle_buffer)
+    first, second, again = ([samples_of(batch) for batch in feed.steps(epoch)] for epoch in (0, 1, 0))
+    assert again == first
+    assert not set(flat(first)) & set(flat(second))
