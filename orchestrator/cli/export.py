@@ -48,6 +48,9 @@ class ExportOptions:
     model: str | None = None
     """The folder or the hub id of the model with config.json and tokenizer, for --merge with its weights
     too; by default that of the run."""
+    push: str | None = None
+    """Upload the folder to the Hugging Face hub as this model (organisation/name) afterwards. A new model is
+    private; the token is that of hf auth login or HF_TOKEN."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -58,11 +61,14 @@ def run(argv: Sequence[str]) -> int:
     shard_bytes = _parse_size(options.shard_size)
     from orchestrator.plan.inventory.hardware import results_folder
     from orchestrator.train.export.folder import check_target
+    from orchestrator.train.export.hub import check_push, push
     from orchestrator.train.export.weights import ExportForm
     from orchestrator.train.remote.opened_checkpoint import opened_checkpoint
     from orchestrator.train.worker.run_settings import read_run_settings
 
     check_target(options.folder)
+    if options.push is not None:
+        check_push(options.push)
     with opened_checkpoint(options.checkpoint, results_folder()) as opened, _progress() as on_progress:
         config = read_run_settings(opened.path.parent.parent)
         averaged = config.optim.evaluate_ema if options.weights == "evaluated" else options.weights == "ema"
@@ -73,7 +79,10 @@ def run(argv: Sequence[str]) -> int:
         else:
             result = _export_lora(options, config, job)
         chosen = f" ({opened.choice})" if opened.choice else ""
-        _show(result, f"{opened.location}{chosen}", _content(options, config, averaged))
+        content = _content(options, config, averaged)
+        _show(result, f"{opened.location}{chosen}", content)
+    if options.push is not None:
+        _print(f"uploaded to {push(options.folder, options.push, content)}")
     return 0
 
 
@@ -182,11 +191,15 @@ def _progress() -> Iterator[OnProgress]:
         yield show
 
 
-def _show(result: Exported, checkpoint: str, content: str) -> None:
+def _print(line: str) -> None:
     from rich.console import Console
 
     from orchestrator.cli.tables import cell
 
+    Console().print(cell(line), soft_wrap=True)
+
+
+def _show(result: Exported, checkpoint: str, content: str) -> None:
     lines = [
         f"exported {checkpoint}: {content}",
         f"wrote {result.folder}: {bytes_text(result.num_bytes)} in {result.seconds:.1f} s",
@@ -196,4 +209,4 @@ def _show(result: Exported, checkpoint: str, content: str) -> None:
         more = f" and {len(others)} more" if others else ""
         lines.append(f"left out: {first}{more}, which the model of config.json has no place for")
     for line in lines:
-        Console().print(cell(line), soft_wrap=True)
+        _print(line)
