@@ -168,7 +168,6 @@ max_length 2048
 packed true
 assistant_only_loss true
 completion_only_loss true
-chat_template chatml
 val_set_size 0.1
 stage sft
 eos_token </s>

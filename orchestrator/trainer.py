@@ -171,8 +171,19 @@ class Trainer:
 
         config = with_absolute_paths(self.resolved.config, Path.cwd())
         earlier = self._resumed.folder if self._resumed else None
-        task = task or self._own_task or load_task(config, earlier)
+        task = task or self._given_task(config) or load_task(config, earlier)
         return prepare_run(Resolved(config, self.resolved.origins), task, hardware, cluster, self._resumed)
+
+    def _given_task(self, config: Config) -> Task | None:
+        """Return the task of the program, with a part of its data held out if the settings ask for it."""
+        if self._own_task is None:
+            return None
+        from orchestrator.tasks.object_task import ObjectTask
+
+        task = self._own_task
+        if not isinstance(task, ObjectTask):
+            return task
+        return task.with_held_out(config.data.validation_share, config.run.seed)
 
     def find_batch_size(self) -> BatchSizeResult:
         """Return the choice of ``--batch-size auto``: the largest batch on a GPU, the fastest on a CPU."""
@@ -275,7 +286,7 @@ class Trainer:
 
     def _evaluate(self, evaluation: CheckpointEvaluation) -> EvaluationResult:
         config = self.resolved.config
-        task = evaluation.task(self._own_task, with_absolute_paths(config, Path.cwd()))
+        task = evaluation.task(self._given_task(config), with_absolute_paths(config, Path.cwd()))
         if not workers_flag(config):
             hardware = self._take_inventory()
             if choose_strategy(config, hardware, in_cluster()).value == "single":
@@ -331,7 +342,7 @@ class Trainer:
         config = self.resolved.config
         hardware = self._take_inventory()
         # A task that cannot be loaded is reported before a cluster starts.
-        task = self._own_task or load_task(with_absolute_paths(config, Path.cwd()))
+        task = self._given_task(config) or load_task(with_absolute_paths(config, Path.cwd()))
         from orchestrator.runtime.cluster.session import session
         from orchestrator.runtime.cluster.survey import survey
         from orchestrator.runtime.sweep.devices import SweepDevices, check_feasible

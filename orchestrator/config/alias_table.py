@@ -62,10 +62,9 @@ LM = "with --task lm; data of other tasks is part of the task, and --data-dir th
 BOTH_BETAS = "both together, as in --betas 0.9 0.95"
 LORA_RANK = "the number is the rank of the adapters, with --task lm"
 CHAT_TEMPLATE = (
-    "the chat template is that of the model's tokenizer: leave it out, or put another chat_template.jinja "
-    "into the model's folder"
+    "the chat template is that of the model's tokenizer: leave it out, or give another one as "
+    "--chat-template FILE"
 )
-HELD_OUT = "a twentieth of --data is held out: leave it out, or give --validation-data"
 NO_PREFERENCES = (
     "preference and reward training (DPO, PPO, GRPO, …) do not exist here: leave it out; "
     "--task lm fine-tunes on texts and conversations"
@@ -303,8 +302,9 @@ ALIASES: Mapping[str, Alias] = {
     **_each("train_on_inputs train_on_prompt", Alias("train_on", _yes_no("all", "assistant"))),
     **_each("dataset_text_field text_field", Alias("text_column")),
     "completion_only_loss": Alias("train_on", _yes_no("assistant", "all")),
-    **_each("template chat_template chat_template_path", Alias(None, note=CHAT_TEMPLATE)),
-    **_each("val_set_size val_size validation_split", Alias(None, note=HELD_OUT)),
+    "template": Alias(None, note=CHAT_TEMPLATE),
+    "chat_template_path": Alias("chat_template"),
+    **_each("val_set_size val_size validation_split", Alias("validation_share")),
     "eos_token": Alias(None, note=EOS),
     # optimizer
     "lr": Alias("learning_rate"),

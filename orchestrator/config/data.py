@@ -22,7 +22,12 @@ class DataSettings:
     """Documents of the task lm: files, folders, patterns or addresses of JSONL, Parquet, text or token
     files, or the id of a data set on the Hugging Face hub (docs/language-models.md)."""
     validation_data: tuple[str, ...] = ()
-    """Documents for validation, given in the same way. Default: a twentieth of --data is held out."""
+    """Documents for validation, given in the same way. Default: a share of --data is held out."""
+    validation_share: float | None = None
+    """Share of the training data that is held out for validation, chosen by the seed; 0 holds out nothing.
+    Default for lm: 0.05. For tensors or a data set given to Trainer: 0."""
+    chat_template: Path | None = None
+    """File with a chat template (Jinja) for the task lm, in place of that of the model's tokenizer."""
     packing: bool = True
     """Let documents share a sequence, without attention from one to another; --no-packing pads each."""
     train_on: TrainOn = "assistant"
@@ -44,6 +49,13 @@ class DataSettings:
         at_least("loader_workers", self.loader_workers, -1)
         at_least("samples", self.samples, 1)
         at_least("shuffle_buffer", self.shuffle_buffer, 0)
+        share = self.validation_share
+        if share is not None and not 0 <= share < 1:
+            raise ValueError(f"validation_share is {share}; it must be at least 0 and below 1")
+        if share and self.validation_data:
+            raise ValueError(
+                f"validation_share is {share}, and validation_data is given too; leave one of them out"
+            )
 
 
 @dataclass(frozen=True)

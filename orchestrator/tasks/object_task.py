@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from orchestrator.config.metric import Metric
 from orchestrator.data.loaders import read_loader
 from orchestrator.errors import UserError
+from orchestrator.tasks.held_out import hold_out
 from orchestrator.tasks.task import Task
 
 
@@ -28,12 +29,25 @@ class ObjectTask(Task):
         schedule: Callable[[int], float] | None = None,
     ) -> None:
         self._model = model
+        self.settings_read = ("validation_share",)
         self._data = _picklable(data)
         self._loss = loss
         self._validation = _picklable(validation)
         self._optimizer = optimizer
         self._schedule = schedule
         self.metrics: Mapping[str, Metric] = {}
+
+    def with_held_out(self, share: float | None, seed: int) -> ObjectTask:
+        """Return the task with a share of its training data for validation; itself without a share."""
+        if not share:
+            return self
+        if self._validation is not None:
+            raise UserError(
+                f"validation_share is {share}, and validation data is given too; leave one of them out"
+            )
+        task = copy.copy(self)
+        task._data, task._validation = hold_out(self._data, share, seed)
+        return task
 
     def build_model(self) -> Any:
         return copy.deepcopy(self._model)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from orchestrator.config.metric import Metric
 
@@ -141,6 +143,19 @@ class TensorData:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def as_tensor_data(data: Any) -> TensorData | None:
+    """Return tensors and arrays, alone, in a tuple or in a ``TensorDataset``; None for other data."""
+    if isinstance(data, TensorData):
+        return data
+    if isinstance(data, Tensor):
+        return TensorData(data)
+    if isinstance(data, np.ndarray):
+        return TensorData(torch.from_numpy(data))
+    if isinstance(data, tuple) and data and all(isinstance(part, np.ndarray | Tensor) for part in data):
+        return TensorData(*(torch.as_tensor(part) for part in data))
+    return TensorData(*data.tensors) if isinstance(data, TensorDataset) else None
 
 
 class WindowData:

@@ -11,15 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import TensorDataset
-
 from orchestrator.data.adapt import as_source
 from orchestrator.data.source import SavedPlace, Source
 from orchestrator.errors import UserError
-from orchestrator.tasks.task import Gatherable, TensorData
+from orchestrator.tasks.task import Gatherable, as_tensor_data
 from orchestrator.train.loading import LoadedBatch
 from orchestrator.train.parts.device_copies import MoveToDevice, start_copy
 from orchestrator.train.parts.world import World
@@ -224,17 +219,10 @@ def as_dataset(data: Any) -> Any:
     """Return data in one of three forms: ``Gatherable``, with ``__len__`` and ``__getitem__``, or ``Source``.
 
     Raises ``UserError`` for anything else."""
-    if isinstance(data, Tensor):  # before Gatherable: a tensor has a ``gather`` of its own
-        return TensorData(data)
-    if isinstance(data, Gatherable):
-        return data
-    if isinstance(data, np.ndarray):
-        return TensorData(torch.from_numpy(data))
-    if isinstance(data, tuple) and data and all(isinstance(part, np.ndarray | Tensor) for part in data):
-        return TensorData(*(torch.as_tensor(part) for part in data))
-    if isinstance(data, TensorDataset):
-        return TensorData(*data.tensors)
-    return data if isinstance(data, Source) else as_source(data)
+    tensors = as_tensor_data(data)  # before Gatherable: a tensor has a ``gather`` of its own
+    if tensors is not None:
+        return tensors
+    return data if isinstance(data, Gatherable | Source) else as_source(data)
 
 
 def num_samples(data: Any) -> int | None:

@@ -34,7 +34,7 @@ class ChatRenderer:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
                 "the data has messages, but the tokenizer has no chat template; "
-                "use the tokenizer of the instruction-tuned model, put a chat_template.jinja beside it, "
+                "use the tokenizer of the instruction-tuned model, give a template as --chat-template FILE, "
                 "or give the data as prompt and completion"
             )
         self._tokenizer = tokenizer

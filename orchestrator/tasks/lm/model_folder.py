@@ -22,6 +22,8 @@ _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE"
 _MAX_SMALL_BYTES = 2**27
 """No tokenizer is as large; data that lies beside a model may be."""
 _INDEX = ".index.json"
+_TEMPLATE = "chat_template.jinja"
+_MAX_TEMPLATE_BYTES = 2**20
 _WEIGHT_FILES = ("*.safetensors",)
 _NO_CODE = (
     "models with code of their own are not trained (nothing from a model's folder is executed): give a model "
@@ -57,8 +59,10 @@ def copy_small_files(source: Path, target: Path, without: Collection[str] = ()) 
                 shutil.copyfile(path, target / path.name)
 
 
-def keep_small_files(source: Path, run_dir: Path) -> None:
-    """Copy the config and the tokenizer of a model into a run folder, unless an earlier start has."""
+def keep_small_files(source: Path, run_dir: Path, template: str | None = None) -> None:
+    """Copy the config and the tokenizer of a model into a run folder, unless an earlier start has.
+
+    ``template`` is a chat template in place of the tokenizer's own."""
     kept = run_dir / KEPT
     if kept.exists():
         return
@@ -66,6 +70,8 @@ def keep_small_files(source: Path, run_dir: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     copy_small_files(source, partial)
+    if template is not None:
+        (partial / _TEMPLATE).write_text(template, encoding="utf-8")
     # As a whole or not at all: a part of a tokenizer is another one.
     os.rename(partial, kept)
 
@@ -86,6 +92,34 @@ def kept_folder(run_dir: Path | None) -> Path | None:
                 "remove it, or copy the model's file there"
             )
     return kept
+
+
+def chosen_template(path: Path, kept: Path | None) -> str:
+    """Return the chat template of ``--chat-template``. A run keeps its first one, in ``kept``."""
+    if kept is None:
+        return _read_template(path)
+    template = _read_template(kept / _TEMPLATE)
+    # The file may have moved since; one that has changed would make other tokens of the same data.
+    if path.exists() and _read_template(path) != template:
+        raise UserError(
+            f"--chat-template {path}: the run began with another template, {kept / _TEMPLATE}; "
+            "give that one, or start another run"
+        )
+    return template
+
+
+def _read_template(path: Path) -> str:
+    try:
+        if path.is_file() and path.stat().st_size > _MAX_TEMPLATE_BYTES:
+            raise UserError(f"--chat-template {path}: the file has more than {_MAX_TEMPLATE_BYTES:,} bytes")
+        # A pipe or a device has no end.
+        text = path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat-template {path} cannot be read: {_first_line(error)}") from None
+    if not text or not text.strip():
+        problem = "there is no such file" if text is None else "the file is empty"
+        raise UserError(f"--chat-template {path}: {problem}; a file with a Jinja template was needed")
+    return text
 
 
 def has_checkpoint(run_dir: Path | None) -> bool:

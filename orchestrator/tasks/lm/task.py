@@ -30,6 +30,7 @@ from orchestrator.tasks.lm.building import build_causal_lm, has_recurrence
 from orchestrator.tasks.lm.example_tokens import EXAMPLE_SAMPLES, ExampleTokens
 from orchestrator.tasks.lm.model_folder import (
     check_installed,
+    chosen_template,
     has_checkpoint,
     keep_small_files,
     kept_folder,
@@ -76,7 +77,8 @@ class LanguageModel(Task):
     def _settings_taken(self, has_router_biases: bool) -> frozenset[str]:
         """Return the settings that this model can take."""
         names = {f.name for f in fields(ModelSettings)} - {"width", "layers", "vocabulary"}
-        names |= {"data", "validation_data", "packing", "train_on", "text_column"}
+        names |= {"data", "validation_data", "validation_share", "chat_template"}
+        names |= {"packing", "train_on", "text_column"}
         if has_balance_loss(self.model_config):
             names.add("balance_loss")
         if has_router_biases and self._lora is None:
@@ -99,7 +101,8 @@ class LanguageModel(Task):
 
     def keep_files(self, run_dir: Path) -> None:
         """Copy the config and the tokenizer of the model into the run folder."""
-        keep_small_files(self.folder, run_dir)
+        template = self.config.data.chat_template
+        keep_small_files(self.folder, run_dir, None if template is None else self.tokenizer.chat_template)
 
     def _model_folder(self) -> Path:
         return model_folder(str(self.config.model.model), with_weights=not self.config.model.from_scratch)
@@ -151,15 +154,19 @@ class LanguageModel(Task):
     def train_data(self) -> PackedDocuments | ExampleTokens:
         return self._documents[0]
 
-    def validation_data(self) -> PackedDocuments | ExampleTokens:
+    def validation_data(self) -> PackedDocuments | ExampleTokens | None:
         return self._documents[1]
 
     @cached_property
     def tokenizer(self) -> Any:
-        return load_tokenizer(self.folder)
+        tokenizer = load_tokenizer(self.folder)
+        template = self.config.data.chat_template
+        if template is not None:
+            tokenizer.chat_template = chosen_template(template, kept_folder(self._earlier))
+        return tokenizer
 
     @cached_property
-    def _documents(self) -> tuple[PackedDocuments | ExampleTokens, PackedDocuments | ExampleTokens]:
+    def _documents(self) -> tuple[PackedDocuments | ExampleTokens, PackedDocuments | ExampleTokens | None]:
         data = self.config.data
         if not data.data:
             # A plan needs none; a training without data is refused before the task is loaded.
@@ -168,9 +175,12 @@ class LanguageModel(Task):
             example = ExampleTokens(self.units_per_sample, vocabulary)
             return example, example
         options = self._document_options()
-        if not data.validation_data:
-            return open_divided(data.data, self.tokenizer, options, _note, _HELD_OUT)
+        share = _HELD_OUT if data.validation_share is None else data.validation_share
+        if share and not data.validation_data:
+            return open_divided(data.data, self.tokenizer, options, _note, share)
         documents = open_documents(data.data, self.tokenizer, options, _note)
+        if not data.validation_data:
+            return documents, None
         return documents, open_documents(data.validation_data, self.tokenizer, options, _validation_note)
 
     def _document_options(self) -> DocumentOptions:

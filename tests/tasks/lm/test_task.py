@@ -157,3 +157,33 @@ def test_biases_balance_the_tokens_of_documents_alone(tmp_path: Path, micro_batc
         expected_E = start[bias_name].clone()
         move_each(expected_E, of_documents, 0.25)
         torch.testing.assert_close(biases_of(model)[bias_name], expected_E, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("share", "held_out"), [(None, 3), (0.25, 15), (0.0, 0)])
+def test_a_share_of_the_documents_is_held_out(config: Config, share: float | None, held_out: int) -> None:
+    task: Any = LanguageModel(config.but(validation_share=share))
+    validation = task.validation_data()
+    count = 0 if validation is None else validation.counts.documents
+    assert (task.train_data().counts.documents, count) == (60 - held_out, held_out)
+
+
+def test_a_chat_template_of_a_file_is_used_and_kept(config: Config, tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    )
+    given = config.but(chat_template=template)
+    task = LanguageModel(given)
+    chat = [{"role": "user", "content": "so?"}]
+    assert task.tokenizer.apply_chat_template(chat, tokenize=False) == "[user] so?\n"
+    assert "im_start" in LanguageModel(config).tokenizer.apply_chat_template(chat, tokenize=False)
+    run = tmp_path / "run"
+    run.mkdir()
+    task.keep_files(run)
+    template.write_text("another")
+    with pytest.raises(UserError, match=r"mine.jinja: the run began with another template"):
+        _ = LanguageModel(given, run).tokenizer
+    template.unlink()
+    assert LanguageModel(given, run).tokenizer.apply_chat_template(chat, tokenize=False) == "[user] so?\n"
+    with pytest.raises(UserError, match=r"mine.jinja: there is no such file; a file with a Jinja"):
+        _ = LanguageModel(given).tokenizer
