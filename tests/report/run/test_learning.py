@@ -209,7 +209,8 @@ def test_a_short_run_is_not_judged(tmp_path: Path, num_steps: int) -> None:
 
 def test_a_loss_that_is_no_number_at_the_end_has_diverged(tmp_path: Path) -> None:
     def verdict(*losses: Any) -> Finding:
-        steps = [{"event": "step", "step": place + 1, "loss": loss} for place, loss in enumerate(losses)]
+        fields = {"event": "step", "seconds": 0.1, "samples": 1, "units": 1}
+        steps = [{**fields, "step": place + 1, "loss": loss} for place, loss in enumerate(losses)]
         return learning_finding(events_record(tmp_path, steps))
 
     assert verdict(1.0, "nan").kind == "diverged"
