@@ -4,7 +4,7 @@ The runs of a test share their processes, which take longer to start than these 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Judged(Tiny):
 class FusedAdamW(Judged):
     """A task whose own optimizer updates all parameters in one group together."""
 
-    def build_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
@@ -89,7 +89,7 @@ class OnlyExperts(Skewed):
 class OwnAdagrad(OnlyExperts):
     """The same with an optimizer that has state before the first step."""
 
-    def build_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adagrad(parameters, lr=1e-2)
 
 
@@ -187,7 +187,7 @@ def test_a_run_with_shards_and_an_average_equals_one_process(
     assert_as_in_one_process(SHARDED[name], sharded / name, tmp_path, steps=5)
 
 
-ONE_LAYER = {"top_k": 1, "samples": 600}
+ONE_LAYER: dict[str, Any] = {"top_k": 1, "samples": 600}
 BALANCED = {"parallel_strategy": "expert_parallel", "rebalance": "on", "sharding": "zero3"}
 TWO_EXPERTS = {
     "adamw of a sharded dense part": Case(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from orchestrator.record.files.events import Event
 
@@ -29,7 +29,7 @@ def is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_INTEGER
 
 
-def is_finite_number(value: Any) -> bool:
+def is_finite_number(value: Any) -> TypeGuard[float]:
     """Return whether a value is a number that sums can have."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) < _MAX_NUMBER and math.isfinite(value)

@@ -75,7 +75,9 @@ def trained_model(run_dir: Path) -> tuple[LanguageModel, nn.Module]:
 
 @torch.no_grad()
 def logits_of(model: Any, task: LanguageModel) -> Tensor:
-    batch = task.validation_data().gather(torch.arange(2))
+    data = task.validation_data()
+    assert data is not None
+    batch = data.gather(torch.arange(2))
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     return model(**inputs, use_cache=False).logits
 
