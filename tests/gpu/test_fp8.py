@@ -434,14 +434,16 @@ def test_experts_change_in_a_run_and_its_model_computes_anywhere(tmp_path: Path)
         birth_entropy=0.1,
         birth_patience=1,
         newborn_warmup=5,
-        max_steps=30,
+        merge_similarity=0.2,
+        batch_size=48,
+        max_steps=60,
         change_tolerance=1000.0,
         run_dir=tmp_path,
     )
     result = Trainer(config=config, quiet=True).fit()
     assert result.status == "completed"
     changes = of_kind(read_events(tmp_path / "events.jsonl"), "expert")
-    assert any(event["change"] == "born" and event["output_change"] is not None for event in changes)
+    assert any(event["output_change"] is not None for event in changes), [e["change"] for e in changes]
     model = result.model
     for device in ("cuda", "cpu"):
         logits_BC, _ = model.to(device)(torch.randn(3, 64, device=device))
