@@ -68,7 +68,7 @@ _COOKIE = re.compile(
     r"(?P<begin>\b(?:set-)?cookie['\"]?\s{0,8}:\s{0,8}['\"]?)[^\s=;'\"]{1,64}=[^\r\n'\"]*", re.IGNORECASE
 )
 # PGPASSWORD=…, "api_key": "…", X-Api-Key: …, --hf-token …: names that nothing but a secret has. A bare
-# "token" is none of them, because it is a word of language models.
+# "token" is none of them, because it is a word of language models. $(…) and ${…} are read by a shell.
 _SECRET_NAME = (
     r"(?:pass(?:word|wd|phrase|code)|client[_-]?secret|shared_?access_?signature"
     r"|(?:secret|api|access|account|private)[_-]?key|(?:signing|encryption|subscription)[_-]key"
@@ -76,7 +76,7 @@ _SECRET_NAME = (
 )
 _ASSIGNED = re.compile(
     rf"(?P<begin>(?:{_SECRET_NAME}['\"\\]{{0,2}}\s{{0,8}}[:=]|--[a-z-]{{0,30}}{_SECRET_NAME}['\"]?[,\s])"
-    r"\s{0,8}b?['\"\\]{0,2})(?!\*\*\*|(?:none|null|true|false)\b)[^\s,;'\"<>\\]+",
+    r"\s{0,8}b?['\"\\]{0,2})(?!\*\*\*|\$[({]|(?:none|null|true|false)\b)[^\s,;'\"<>\\]+",
     re.IGNORECASE,
 )
 _KNOWN_TOKEN = re.compile(

@@ -70,6 +70,8 @@ class Mlp(Task):
 class Gpt2(Synthetic):
     """A decoder of GPT-2 small's size, dense, over random tokens."""
 
+    settings_read = ("experts", "layers", "samples", "sequence_length", "vocabulary", "width")
+
     def validation_data(self) -> Any:
         return None
 

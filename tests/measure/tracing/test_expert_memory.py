@@ -97,7 +97,7 @@ def test_copies_of_weights_and_their_gradients_are_counted(
     monkeypatch.setattr(
         named_optimizers,
         "build_adamw",
-        lambda groups, settings, fused: AdamW(
+        lambda groups, settings, *_: AdamW(
             groups, settings.peak_learning_rate, settings.betas, settings.eps
         ),
     )
