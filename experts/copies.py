@@ -119,8 +119,10 @@ class _Round:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pieces: a host neither sends nor receives more at a time."""
-        return self.dtype.itemsize * sum(piece.end - piece.begin for piece in self.pieces)
+        """Bytes of all pieces, each in equal shares: a host neither sends nor receives more at a time."""
+        # The largest share counts for every host: pieces of few elements do not divide evenly.
+        lengths = [len(p.copies.hosts) * max(map(p.length, p.copies.hosts)) for p in self.pieces]
+        return self.dtype.itemsize * sum(lengths)
 
     def with_host(self, host: int, own: int) -> list[_Piece]:
         """Return the pieces that another host has a copy of too."""

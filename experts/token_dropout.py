@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from experts.context import MoEContext
 from experts.gate import uniform
@@ -14,17 +15,19 @@ class TokenDropout(nn.Module):
 
     Its numbers are a function of the step's seed, the layer, and a token's position in the global batch:
     hosts that share the batch draw what one process draws, and a recomputed pass draws the same again.
-    ``attach`` gives the module its context and the id of its layer."""
+    ``attach`` gives the module its context and the id of its layer; without one it is torch's dropout."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
         self.share = share
-        self.context = MoEContext()
+        self.context: MoEContext | None = None
         self.layer_id = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
+        if self.context is None:
+            return F.dropout(x, self.share)
         x_TD = x.reshape(-1, x.shape[-1])
         step = self.context.step
         position_T = step.positions(len(x_TD), len(x), x.device)

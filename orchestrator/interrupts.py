@@ -30,9 +30,13 @@ class _Handler:
         self._is_active = False
         self._is_retrying = False
         self._num_sigints = 0
+        self._session = 0
+        """Number of the block that signals belong to: none is sent again in a later one."""
 
     def begin(self) -> None:
+        self._session += 1
         self._is_active = True
+        self._is_retrying = False
         self.is_pending = False
         self._num_sigints = 0
 
@@ -52,12 +56,14 @@ class _Handler:
         if not self._is_retrying:
             self._is_retrying = True
             # A thread without ``threading``, whose locks the interrupted code may hold.
-            _thread.start_new_thread(self._send_again, ())
+            _thread.start_new_thread(self._send_again, (self._session,))
         if may_raise or is_urgent:
             raise KeyboardInterrupt
 
-    def _send_again(self) -> None:
+    def _send_again(self, session: int) -> None:
         time.sleep(_RETRY_SECONDS)
+        if session != self._session:
+            return
         self._is_retrying = False
         if self.num_shields:
             self.is_pending = True

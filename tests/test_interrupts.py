@@ -138,3 +138,11 @@ def test_in_another_thread_signals_stay_as_they_are() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.SIG_DFL]
+
+
+def test_a_later_block_gets_no_signal_of_an_earlier_one() -> None:
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        send(signal.SIGTERM)
+        wait_for_interrupt()
+    with interruptible():
+        time.sleep(0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,3 +164,14 @@ def test_the_formula_of_the_bytes_that_are_held() -> None:
     piece = 4.0 * copies_module.PIECE_ELEMENTS
     assert held_bytes(1000.0) == 2000.0
     assert held_bytes(1e12) == 2 * piece
+
+
+@pytest.mark.parametrize(("length", "hosts"), [(1, 3), (5, 4), (41, 8), (4000, 4)])
+def test_buffers_hold_the_shares_of_pieces_of_few_elements(length: int, hosts: int) -> None:
+    copies: Any = SimpleNamespace(hosts=list(range(hosts)))
+    piece = copies_module._Piece(copies, 0, length)
+    pieces = copies_module._Round(torch.float32, [piece])
+    for own in range(hosts):
+        received = (hosts - 1) * piece.length(own)
+        assert pieces.num_bytes >= 4 * max(received, length - piece.length(own))
+    assert pieces.num_bytes < 4 * (length + hosts)

@@ -43,3 +43,13 @@ def test_steps_and_layers_have_numbers_of_their_own() -> None:
 def test_nothing_is_dropped_in_evaluation() -> None:
     x = torch.ones(4, 5)
     assert torch.equal(TokenDropout(0.5).eval()(x), x)
+
+
+def test_without_a_context_it_is_the_dropout_of_torch() -> None:
+    """An own loop sets no steps: a constant seed would drop the same features for ever."""
+    dropout = TokenDropout(0.5).train()
+    ones_TD = torch.ones(50, 20)
+    torch.manual_seed(0)
+    first_TD = dropout(ones_TD)
+    assert not torch.equal(first_TD, dropout(ones_TD))
+    assert set(first_TD.unique().tolist()) == {0.0, 2.0}

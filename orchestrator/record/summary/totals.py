@@ -12,6 +12,9 @@ from orchestrator.record.files.validate import is_finite_number
 from orchestrator.record.summary.peak_memory import PeakSums
 from orchestrator.record.summary.speed import SpeedSums
 
+NUM_FIRST = 5
+"""Steps at the beginning whose losses are kept."""
+
 
 class Totals:
     """Counts and sums, event by event. *Recorded* are all events, those too that a restart has discarded."""
@@ -26,6 +29,8 @@ class Totals:
         self.num_non_finite = 0
         """Steps that count whose loss is not a finite number."""
         self.first_non_finite: int | None = None
+        self.first_losses: list[float] = []
+        """Finite losses of the first steps that count: a long record leaves some of these steps out."""
         self.bad_samples = 0
         self.num_evaluations = 0
         """Recorded, as those below."""
@@ -90,6 +95,8 @@ class Totals:
         self.step_seconds += seconds
         self.speed.add(event)
         loss = to_float(event["loss"])
+        if loss is not None and math.isfinite(loss) and len(self.first_losses) < NUM_FIRST:
+            self.first_losses.append(loss)
         if loss is not None and not math.isfinite(loss):
             self.num_non_finite += 1
             self.first_non_finite = event["step"] if self.first_non_finite is None else self.first_non_finite

@@ -13,6 +13,7 @@ from statistics import fmean, median, stdev
 
 from orchestrator.config.metric import Criterion
 from orchestrator.record.files.events import Event
+from orchestrator.record.summary.totals import NUM_FIRST
 from orchestrator.report.run.finding import Finding
 from orchestrator.report.run.learning_advice import (
     divergence_advice,
@@ -53,8 +54,6 @@ MAX_MARGIN = 0.15
 """A loss has levelled off if a fall by this part would have been seen."""
 MIN_DIVERGENCE = 0.25
 """The part of its lowest mean by which the training loss must exceed it at the end, and half of its fall."""
-NUM_FIRST = 5
-"""Steps whose losses show where the training began."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ def _not_learning(record: RunRecord) -> Finding | None:
     points = _training_points(record)
     if len(points) < MIN_STEPS:
         return None
-    first = [loss for _, loss in points[:NUM_FIRST]]
+    first = _first_losses(record)
     means = window_means(points)
     end = means[-1][1]
     fall = fmean(first) - end
@@ -275,4 +274,11 @@ def _validation_points(record: RunRecord) -> Points:
 
 def _beginning(record: RunRecord) -> float:
     """Return the training loss of the first steps."""
-    return fmean(loss for _, loss in _training_points(record)[:NUM_FIRST] or [(0.0, 0.0)])
+    return fmean(_first_losses(record) or [0.0])
+
+
+def _first_losses(record: RunRecord) -> list[float]:
+    """Return the losses of the first steps; a record without sums has all of them among its points."""
+    if len(record.totals.first_losses) >= 2:
+        return record.totals.first_losses
+    return [loss for _, loss in _training_points(record)[:NUM_FIRST]]

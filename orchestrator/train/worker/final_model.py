@@ -12,6 +12,7 @@ from torch import nn
 
 from experts.balance import gated_layers, moe_layers
 from experts.model import structure_of
+from experts.token_dropout import token_dropouts
 from orchestrator.errors import CheckpointDamaged, ResourceError, TrainingFailed, UserError
 from orchestrator.record.files.effective import effective_events
 from orchestrator.record.files.events import Event, of_kind
@@ -92,6 +93,8 @@ def _end_training(model: nn.Module) -> None:
         layer.statistics = None
     for _, layer in moe_layers(model):
         layer.bank.fp8 = False
+    for _, dropout in token_dropouts(model):
+        dropout.context = None  # its numbers would be those of the last step for ever
 
 
 def _built_model(task: Task) -> nn.Module:

@@ -97,9 +97,7 @@ def test_copies_of_weights_and_their_gradients_are_counted(
     monkeypatch.setattr(
         named_optimizers,
         "build_adamw",
-        lambda groups, settings, *_: AdamW(
-            groups, settings.peak_learning_rate, settings.betas, settings.eps
-        ),
+        lambda groups, settings, *_: AdamW(groups, settings.peak_learning_rate, settings.betas, settings.eps),
     )
     stepper, feed = make_stepper(synthetic(), SAMPLES // passes, SAMPLES, precision="bf16")
     model = stepper.strategy.model

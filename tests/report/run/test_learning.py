@@ -260,3 +260,13 @@ def test_a_loss_that_levels_off_where_it_began_is_advised_a_higher_learning_rate
     finding = learning_finding(record)
     assert finding.kind == "levelled off"
     assert finding.advice[0] == "a higher --learning-rate: the training loss fell by 4% in all"
+
+
+def test_the_beginning_of_a_long_record_is_that_of_its_first_steps(tmp_path: Path) -> None:
+    """The record of a long run leaves steps out: the first five that are left are no beginning."""
+    fields = {"event": "step", "seconds": 0.1, "samples": 1, "units": 1}
+    losses = [2.3 + 7.7 * 0.9**step for step in range(30_000)]
+    steps = [{**fields, "step": place + 1, "loss": loss} for place, loss in enumerate(losses)]
+    record = events_record(tmp_path, steps)
+    assert len(record.steps) < len(steps)
+    assert learning_finding(record).kind == "levelled off"
