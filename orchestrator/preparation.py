@@ -49,7 +49,7 @@ def prepare_run(
     device = _traced_device(config, hardware, cluster)
     precision = choose_precision(config, hardware, device).value
     facts = model_facts(task, device, precision, data)
-    check_settings_taken(config, facts.settings)
+    check_settings_taken(config, task, facts.settings)
     earlier_plan = read_earlier_plan(resumed.folder) if resumed else {}
     global_batch = earlier_global_batch(config, earlier_plan)
     chosen = plan(config, hardware, facts, global_batch, cluster, in_cluster())

@@ -91,9 +91,13 @@ def settings_taken(task: Any, own_optimizer: bool, own_schedule: bool) -> frozen
     return frozenset(taken & _OF_TASKS)
 
 
-def check_settings_taken(config: Config, taken: Collection[str]) -> None:
-    """Raise UserError for a setting that differs from its default and that nothing reads."""
+def check_settings_taken(config: Config, task: Any, taken: Collection[str]) -> None:
+    """Raise UserError for a setting that differs from its default and that nothing reads.
+
+    A task object that was made elsewhere, and names no settings, may have read any of them then."""
     unread = _changed(config).keys() - set(taken)
+    if getattr(task, "settings_read", None) is None:
+        unread &= {*_OPTIMIZER, *_SCHEDULE}
     if unread:
         raise UserError(_unread_text(config, sorted(unread)))
 

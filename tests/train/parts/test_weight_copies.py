@@ -36,9 +36,7 @@ def ours_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         named_optimizers,
         "build_adamw",
-        lambda groups, settings, fused: AdamW(
-            groups, settings.peak_learning_rate, settings.betas, settings.eps
-        ),
+        lambda groups, settings, *_: AdamW(groups, settings.peak_learning_rate, settings.betas, settings.eps),
     )
 
 

@@ -44,6 +44,8 @@ from tests.train.strategies.test_expert_parallel import (
 class TrainsMatrices(Tiny):
     """Trains some parameters only: the others get gradients that the optimizer does not clear."""
 
+    settings_read = ("learning_rate", "schedule", "warmup_steps")
+
     def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in parameters if p.ndim != 1], lr=1e-2)
 
