@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +31,12 @@ def wait_for_interrupt() -> None:
 
 
 @pytest.fixture(autouse=True)
-def default_handlers() -> None:
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "of the process that runs the tests"
+def default_handlers() -> Iterator[None]:
+    """Ray leaves its own handler behind in a process that was a driver."""
+    earlier = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "restored"
+    signal.signal(signal.SIGTERM, earlier)
 
 
 def check_interrupted(work: Callable[[], object]) -> None:

@@ -89,8 +89,8 @@ def _check_devices(launch: Launch, resolved: Resolved) -> None:
 
 def _write(launch: Launch, notes: Sequence[str]) -> None:
     """Write the file. Notes go to stderr, where they are not taken for a part of it."""
+    _refuse_secrets(launch)
     text = file_text(launch)
-    _refuse_secrets(text)
     path = launch.options.out
     if path is None:
         sys.stdout.write(text)
@@ -104,13 +104,16 @@ def _write(launch: Launch, notes: Sequence[str]) -> None:
         sys.stderr.write(note + "\n")
 
 
-def _refuse_secrets(text: str) -> None:
-    """Raise UserError if the file would hold a secret of this environment, or a password."""
+def _refuse_secrets(launch: Launch) -> None:
+    """Raise UserError if an option or a flag of the run holds a secret of this environment, or a password.
+
+    The templates hold none: they name files and variables of secrets."""
     secrets = secret_values()
-    for line in text.splitlines():
-        masked = mask(line, secrets)
-        if masked != line:
+    options = [f"{name} {value}" for name, value in vars(launch.options).items()]
+    for given in (*options, " ".join(launch.flags)):
+        masked = mask(given, secrets)
+        if masked != given:
             raise UserError(
-                f"the file would hold a secret: {masked.strip()}; leave it out of the flags, the nodes get "
+                f"the file would hold a secret: {masked}; leave it out of the flags, the nodes get "
                 "secrets from their own environment (docs/clusters.md)"
             )

@@ -132,13 +132,15 @@ def autoscaler_limits() -> Mapping[str, float]:
 
 
 def started_cluster() -> bool:
-    """Return whether this process has started the cluster that it uses, and so the only node of it.
+    """Return whether this process has started the cluster that it uses, and no other node has joined.
 
     The public API does not tell a cluster that was joined from one that was started.
     """
     from ray._private.worker import global_worker
 
-    return global_worker.node is not None and global_worker.node.is_head()
+    if global_worker.node is None or not global_worker.node.is_head():
+        return False
+    return sum(node["Alive"] for node in ray.nodes()) == 1
 
 
 def logs_folder() -> Path | None:

@@ -103,7 +103,11 @@ def check_settings_taken(config: Config, task: Any, taken: Collection[str]) -> N
 
 
 def check_sweep_taken(task: str, varied: Collection[str], taken: Collection[str]) -> None:
-    """Raise UserError for a swept setting that nothing reads: all its values give the same run."""
+    """Raise UserError for a swept setting that nothing reads: all its values give the same run.
+
+    The object of a Python task is made once, before the trials, whatever its class reads."""
+    if task.startswith("python:"):
+        taken = {*taken} & {*_OPTIMIZER, *_SCHEDULE}
     for name in sorted(set(varied) & _OF_TASKS - set(taken)):
         raise UserError(
             f"{name} is swept, but the task {task} does not read it: trials would differ by noise alone; "

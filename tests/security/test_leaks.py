@@ -182,21 +182,26 @@ def test_secrets_of_the_driver_are_masked_on_other_nodes(
     with monkeypatch.context() as driver:
         for name, value in ENVIRONMENT.items():
             driver.setenv(name, value)
+        data = tmp_path / "data" / CANARIES[3]
+        data.mkdir(parents=True)
+        (data / "a.txt").write_text("To be, or not to be. " * 500)
         argv = [
-            *("--task", "synthetic", *SIZES, "--gpu-mode", "cpu"),
-            *("--data-dir", f"/data/{CANARIES[3]}", "--run-dir", f"/r/{CANARIES[4]}"),
+            *("--task", "text", "--width", "8", "--layers", "1", "--gpu-mode", "cpu"),
+            *("--data-dir", str(data), "--run-dir", f"/r/{CANARIES[4]}"),
         ]
         resolved = read_flags(TrainOptions, argv, "orchestrator train")[1]
         prepared = Trainer(config=resolved).prepare().with_secrets()
     assert set(prepared.secrets) == set(secrets_of({"A_KEY": CANARIES[3], "B_KEY": CANARIES[4]})), (
         "those in the settings, and no others"
     )
-    write_config_and_plan(prepared, tmp_path, {})
-    log = EventLog(tmp_path / "events.jsonl", secrets=prepared.hidden)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write_config_and_plan(prepared, run_dir, {})
+    log = EventLog(run_dir / "events.jsonl", secrets=prepared.hidden)
     log.write("warning", kind="data", message=f"nothing in /data/{CANARIES[3]}")
     log.close()
-    assert_none_in(tmp_path)
-    assert f"/data/{MASK}" in (tmp_path / "config.yaml").read_text()
+    assert_none_in(run_dir)
+    assert f"/data/{MASK}" in (run_dir / "config.yaml").read_text()
 
 
 def test_a_screen_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,6 +144,15 @@ def test_a_swept_setting_that_nothing_reads_is_refused() -> None:
     check_sweep_taken("mine:Task", ["learning_rate", "batch_size"], ["learning_rate"])
 
 
+def test_settings_of_a_task_object_cannot_be_swept() -> None:
+    """The object was made once: its sizes are the same in all trials."""
+    taken = ["learning_rate", "width", "validation_share"]
+    for name in ("width", "validation_share"):
+        with pytest.raises(UserError, match=f"{name} is swept, but the task python:Task does not read it"):
+            check_sweep_taken("python:Task", ["learning_rate", name], taken)
+    check_sweep_taken("python:Task", ["learning_rate", "batch_size"], taken)
+
+
 def test_watched_settings_equal_plain_ones_and_can_be_sent() -> None:
     config, reads = watched(Config.of(experts=3))
     assert not reads

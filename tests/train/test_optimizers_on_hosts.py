@@ -60,8 +60,10 @@ class Judged(Tiny):
 class FusedAdamW(Judged):
     """A task whose own optimizer updates all parameters in one group together."""
 
+    settings_read = ("learning_rate",)
+
     def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+        return torch.optim.AdamW(parameters, lr=SETTINGS["learning_rate"], fused=True)
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,10 @@ class OnlyExperts(Skewed):
 class OwnAdagrad(OnlyExperts):
     """The same with an optimizer that has state before the first step."""
 
+    settings_read = ("learning_rate",)
+
     def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(parameters, lr=1e-2)
+        return torch.optim.Adagrad(parameters, lr=SETTINGS["learning_rate"])
 
 
 @dataclass(frozen=True)

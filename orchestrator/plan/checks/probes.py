@@ -144,7 +144,7 @@ def check_job_python(timeout_s: float = SUBPROCESS_TIMEOUT_S) -> CheckResult:
 def check_job_token(auth_mode: str, port: int = DASHBOARD_PORT) -> CheckResult:
     """Ask the Ray dashboard of this machine for its version, as ``ray job submit`` does first.
 
-    Without a token: whoever listens there must not learn that of the user.
+    The request carries no token: another program may listen on this port.
     """
     name = "token of Ray jobs"
     address = f"http://127.0.0.1:{port}"

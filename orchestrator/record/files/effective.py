@@ -51,7 +51,9 @@ class Rollbacks:
         self.last_marker = kind
         if not is_rollback:
             return None
-        step = event.get("step") or 0
+        step = event.get("step")
+        # A record of unknown origin may hold anything.
+        step = step if isinstance(step, int) else 0
         if self.last_step is not None:
             self.last_step = min(self.last_step, step)
         return step

@@ -395,9 +395,10 @@ def last_events(path: Path) -> list[Event]:
 
 
 def last_recorded_step(path: Path) -> int:
-    """Return the last step that an event log has; 0 without one."""
-    steps = (event.get("step") for event in of_kind(last_events(path), "step")[-1:])
-    return max((step for step in steps if isinstance(step, int)), default=0)
+    """Return the last step that an event log names; 0 without one."""
+    # Any event: large ones of experts may fill the end of the file that is read.
+    steps = (event.get("step") for event in reversed(last_events(path)))
+    return next((step for step in steps if isinstance(step, int)), 0)
 
 
 def parse_event(line: bytes) -> Event | None:
@@ -504,7 +505,7 @@ def by_step(events: Iterable[Event], kind: str = "step") -> list[Event]:
 
 def truncate_torn_line(path: Path) -> None:
     """Cut off the unfinished last line that a killed writer left."""
-    if not path.exists():
+    if not path.is_file():
         return
     whole_bytes = whole_line_bytes(path)
     if whole_bytes != path.stat().st_size:
@@ -513,7 +514,7 @@ def truncate_torn_line(path: Path) -> None:
 
 def whole_line_bytes(path: Path, max_bytes: int | None = None) -> int:
     """Return the number of bytes up to the last newline, within the first ``max_bytes`` if given."""
-    if not path.exists():
+    if not path.is_file():
         return 0
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)

@@ -153,6 +153,8 @@ def test_checkpoints_are_keyed_by_expert(tmp_path: Path) -> None:
 
 
 class DigitsWithSGD(Digits):
+    settings_read = tuple(SMALL)  # The schedule of the small runs is not refused, though unread.
+
     def build_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
 
