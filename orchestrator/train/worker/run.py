@@ -18,7 +18,7 @@ from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.record.callbacks.callbacks import CallbackRunner
 from orchestrator.record.files.events import DriverLog, EventLog, last_recorded_step
 from orchestrator.record.files.log import Log
-from orchestrator.record.summary.index import read_fold
+from orchestrator.record.summary.index import read_fold, save_fold
 from orchestrator.redaction import Secrets, mask
 from orchestrator.train.checkpoint.saved_experts import OtherExperts, SavedExperts
 from orchestrator.train.checkpoint.snapshots import SnapshotTarget
@@ -290,7 +290,10 @@ def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
 
 def count_starts(run_dir: Path) -> int:
     """Return the number of starts that the record of a run has."""
-    return read_fold(run_dir / "events.jsonl").totals.num_starts
+    path = run_dir / "events.jsonl"
+    # A record without an index is read as a whole once, not again at the end of the run.
+    save_fold(path)
+    return read_fold(path).totals.num_starts
 
 
 def _driver_log(path: Path, callbacks: CallbackRunner | None, secrets: Secrets) -> DriverLog:
