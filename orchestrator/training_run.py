@@ -146,7 +146,7 @@ class TrainingRun:
         problems = [f"the last {counted(len(held), 'event')} of events.jsonl"] if held else []
         for what, write in (
             ("summary.json", lambda: write_json(run_dir / "summary.json", summary)),
-            ("the report", lambda: draw_report(run_dir, self.screen.note)),
+            ("the report", lambda: draw_report(run_dir, self.screen.note, at_end=True)),
         ):
             try:
                 write()

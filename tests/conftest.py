@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from orchestrator.report.run import page
 from tests.support.hosts.cluster import RayCluster, local_cluster
 from tests.support.storage.object_server import ObjectServer, object_server
 
@@ -90,3 +91,22 @@ def s3(_s3_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServe
     for name, value in _s3_server.environment.items():
         monkeypatch.setenv(name, value)
     return _s3_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_pictures_at_the_end() -> Iterator[Callable[[Any], bool]]:
+    """Runs in this process draw no pictures at their end, which would take most of the time of a short run.
+
+    ``orchestrator report`` draws them."""
+    with pytest.MonkeyPatch.context() as patch:
+        drawn = page.draws_at_end
+        patch.setattr(page, "draws_at_end", lambda _: False)
+        yield drawn
+
+
+@pytest.fixture
+def pictures_at_the_end(
+    _no_pictures_at_the_end: Callable[[Any], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of a test draw pictures as the setting ``plots`` says."""
+    monkeypatch.setattr(page, "draws_at_end", _no_pictures_at_the_end)

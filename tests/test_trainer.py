@@ -21,6 +21,7 @@ from tests.support.runs.blob_trainers import Blobs, blobs, cross_entropy, events
 # The model, its data and its loss
 
 
+@pytest.mark.usefixtures("pictures_at_the_end")
 def test_your_own_model_data_and_loss_are_trained(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     before = model.weight.detach().clone()
@@ -34,6 +35,15 @@ def test_your_own_model_data_and_loss_are_trained(tmp_path: Path) -> None:
     files = ("config.yaml", "plan.json", "events.jsonl", "summary.json", "report.html")
     for name in (*files, "training_metrics.png"):
         assert (result.run_dir / name).stat().st_size > 0, name
+
+
+@pytest.mark.usefixtures("pictures_at_the_end")
+def test_without_plots_only_the_report_command_draws_pictures(tmp_path: Path) -> None:
+    result = trainer(settings(tmp_path, plots="off", max_steps=2), blobs(20)).fit()
+    assert (result.run_dir / "report.html").is_file()
+    assert not list(result.run_dir.glob("*.png"))
+    draw_report(result.run_dir)
+    assert (result.run_dir / "training_metrics.png").is_file()
 
 
 def test_a_scalar_loss_is_averaged_over_all_samples(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from orchestrator.config.checks import at_least, within
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
+Plots = Literal["end", "off"]
 CallbackErrors = Literal["warn", "raise"]
 
 
@@ -73,6 +74,9 @@ class WatchSettings:
     free port, which the screen shows."""
     metrics_address: str = "127.0.0.1"
     """Address of this machine that --metrics-port listens on; 0.0.0.0 lets other machines read them."""
+    plots: Plots = "end"
+    """Pictures (training_metrics.png and others): end draws them when the run ends; off leaves them to
+    'orchestrator report'. The page has its own charts and is always written."""
     profile: bool = False
     """Trace a few steps: trace.json and the table of the most expensive operations."""
 

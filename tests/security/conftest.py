@@ -29,7 +29,7 @@ def scene(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     scene = Scene(work / "run", tmp_path / "outside.safetensors", tmp_path / "canary")
     shutil.copytree(trained_run, scene.folder)
-    # Drawing the pictures takes most of the time of a short run.
+    # Drawing the pictures takes most of the time of a report.
     monkeypatch.setattr("orchestrator.report.run.page.draw_all", lambda *_: [])
     shutil.copy(scene.newest / "model_00000.safetensors", scene.outside)
     before = hashes_outside(tmp_path)

@@ -23,19 +23,23 @@ MAX_PICTURES = 40
 """Of more epochs as many are drawn, evenly spaced, with the first and the last."""
 
 
-def write_graph_files(record: RunRecord, folder: Path) -> list[Path]:
+def write_graph_files(record: RunRecord, folder: Path, with_pictures: bool = True) -> list[Path]:
     """Write the graph of each epoch as a picture, and all graphs as JSON; nothing without graphs."""
     graphs = record.expert_graphs
     if not graphs:
         return []
-    ends_of_epochs = list(graph_of_epochs(graphs).values())
-    views = graph_views(graphs, record.expert_changes, spread(ends_of_epochs, MAX_PICTURES))
-    pictures = [
+    pictures = _draw_epochs(record, folder) if with_pictures else []
+    data = to_json(graphs, record.expert_changes)
+    return [*pictures, write_whole(folder / GRAPH_JSON, encode_event(data) + "\n")]
+
+
+def _draw_epochs(record: RunRecord, folder: Path) -> list[Path]:
+    ends_of_epochs = list(graph_of_epochs(record.expert_graphs).values())
+    views = graph_views(record.expert_graphs, record.expert_changes, spread(ends_of_epochs, MAX_PICTURES))
+    return [
         write_whole(folder / f"knowledge_graph_epoch_{view.epoch}.png", png(graph_figure(view, record.name)))
         for view in views
     ]
-    data = to_json(graphs, record.expert_changes)
-    return [*pictures, write_whole(folder / GRAPH_JSON, encode_event(data) + "\n")]
 
 
 def read_expert_graph(folder: str | Path, epoch: int | None = None) -> MultiGraph:

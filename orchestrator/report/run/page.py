@@ -33,18 +33,26 @@ MAX_TIME = 4e9
 """Unix seconds; a damaged file may hold times that no date can represent."""
 
 
-def draw_report(folder: Path, note: Callable[[str], None] | None = None) -> list[Path]:
+def draw_report(folder: Path, note: Callable[[str], None] | None = None, at_end: bool = False) -> list[Path]:
     """Draw pictures, text and page from a run folder alone and return the paths of the written files.
 
-    ``note`` receives the verdicts of the page, a line each."""
+    ``note`` receives the verdicts of the page, a line each. ``at_end`` of a run, its setting ``plots``
+    decides whether pictures are drawn."""
     record = read_run_record(folder)
     if note is not None:
         for line in verdict_lines(record):
             note(line)
     # The page comes last: a reader of it finds the other files complete.
     summary = write_whole(folder / SUMMARY, performance_summary(record))
-    pictures = [*draw_all(record, folder), *write_graph_files(record, folder)]
-    return [*pictures, summary, write_whole(folder / PAGE, page(record))]
+    with_pictures = not at_end or draws_at_end(record)
+    pictures = draw_all(record, folder) if with_pictures else []
+    graphs = write_graph_files(record, folder, with_pictures)
+    return [*pictures, *graphs, summary, write_whole(folder / PAGE, page(record))]
+
+
+def draws_at_end(record: RunRecord) -> bool:
+    """Return whether the settings of a run ask for pictures at its end."""
+    return section(record.config, "watch").get("plots") != "off"
 
 
 def page(record: RunRecord) -> str:

@@ -350,4 +350,4 @@ def record_failure(
         )
         event_log.close()
         write_summary(run_dir)
-        draw_report(run_dir)
+        draw_report(run_dir, at_end=True)

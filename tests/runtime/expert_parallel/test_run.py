@@ -43,6 +43,7 @@ def run_on_hosts(cluster: RayCluster, folder: Path, hosts: int) -> tuple[Path, s
     """Train the digits with calls into Ray counted. Return the run folder and the output."""
     shutil.copy(counting_task.__file__, folder / "counted.py")
     flags = [*FIVE_EXPERTS, *FIFTY_STEPS, *HOSTS, str(hosts), "--task", "counted:CountingDigits"]
+    flags += ["--plots", "end"]
     return folder / "run", complete_run(cluster, folder / "run", *flags)
 
 

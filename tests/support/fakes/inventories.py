@@ -297,6 +297,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "callback_errors": st.sampled_from(["warn", "raise"]),
     "metrics_port": _maybe(st.integers(0, 65535)),
     "metrics_address": st.sampled_from(["127.0.0.1", "0.0.0.0", "::1"]),
+    "plots": st.sampled_from(["end", "off"]),
     "profile": st.booleans(),
 }
 

@@ -69,6 +69,7 @@ class Job:
             "--spares": self.spares,
             "--snapshot-every": self.snapshot_every,
             "--ray-address": self.cluster.address if self.cluster else "local",
+            "--plots": "off",
         }
         arguments = [str(part) for flag in flags.items() for part in flag]
         return [sys.executable, "-m", "orchestrator", "train", *self.settings, *arguments, *self.extra]

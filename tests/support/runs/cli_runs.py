@@ -24,7 +24,9 @@ from tests.support.hosts.ranks import run_ranks
 SIZES = shlex.split(
     "--width 16 --expert-hidden-size 8 16 8 --experts 3 --layers 1 --evolution off --global-batch-size 50"
 )
-QUIET = shlex.split("--trackers --no-monitor-gpu --learning-rate 1e-3 --log-every 2 --schedule constant")
+QUIET = shlex.split(
+    "--trackers --no-monitor-gpu --plots off --learning-rate 1e-3 --log-every 2 --schedule constant"
+)
 
 
 def arguments_of(run_dir: Path, *extra: str) -> list[str]:
