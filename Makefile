@@ -1,5 +1,5 @@
 # make train   sets everything up and runs the main job
-# make test    sets everything up and runs the tests
+# make test    sets everything up and runs the tests that prove each promise once
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,13 +8,19 @@ PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c co
 # Packages have files for later Pythons, which do not compile.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib/python3*/site-packages || true
 
-.PHONY: train test check slow gpu soak mutants docs docs-settings docs-images cluster-files dist sbom licences try-install clean
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+
+.PHONY: train test test-all check slow gpu soak mutants docs docs-settings docs-images cluster-files dist sbom licences try-install clean
 
 train: $(VENV)/.installed
 	$(BIN)/orchestrator train $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m 'not slow and not gpu and not extended' $(ARGS)
+
+# the same, then further proofs: more cases, more hosts, more faults
+test-all: test
+	$(PYTEST) -m 'extended and not slow and not gpu' $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,21 @@ def _group(file: str) -> str:
     return "ray" if Path(file).as_posix().endswith(_RAY_FILES) else file
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that start Ray first: they take longest, and in one worker."""
-    items.sort(key=lambda item: _group(str(item.path)) != "ray")
+    """Run the tests that start Ray first, because they take longest. Leave the first cases of each test that
+    is marked ``extended(but_first=N)`` to ``make test``."""
+    items.sort(key=lambda item: not _group(str(item.path)).startswith("ray"))
+    cases: dict[str, int] = defaultdict(int)
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        item.own_markers[:] = [mark for mark in item.own_markers if not _spares(mark, cases[test])]
+
+
+def _spares(mark: pytest.Mark, case: int) -> bool:
+    """Return whether a mark says that the n-th case of a test is run by ``make test``."""
+    return mark.name == "extended" and case <= mark.kwargs.get("but_first", 0)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,6 +11,7 @@ from torch import nn
 from experts.bank import ExpertBank
 from experts.expert_state import is_expert_parallel
 from orchestrator.config.optim import OptimSettings
+from orchestrator.errors import UserError
 from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.adamw8bit import AdamW8bit
 from orchestrator.train.parts.muon import Muon
@@ -77,10 +78,22 @@ def separate_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     settings: checkpoints know that one alone."""
     if not (is_sharded(model) and is_expert_parallel(model)):
         return
+    if not isinstance(optimizer, Muon):
+        check_owns_groups(optimizer)
     for number, group in enumerate(list(optimizer.param_groups)):
         shards = [p for p in group["params"] if is_shard(p)]
         group["params"] = [p for p in group["params"] if not is_shard(p)]
         optimizer.param_groups.append({**group, "params": shards, "same_as": number})
+
+
+def check_owns_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError for an optimizer around another one, whose groups would keep shards that are moved."""
+    if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
+        raise UserError(
+            f"the task's optimizer {type(optimizer).__name__} contains another optimizer: with a sharded "
+            "dense part on expert hosts its parameters cannot be divided; build one that is not wrapped, or "
+            "use --sharding none"
+        )
 
 
 def _matrix_dims(model: nn.Module) -> dict[int, int]:

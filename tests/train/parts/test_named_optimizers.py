@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from experts.bank import ExpertBank, ExpertForm
 from orchestrator.config.optim import OptimSettings
 from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
 from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.muon import orthogonalized
-from orchestrator.train.parts.named_optimizers import build_named_optimizer
+from orchestrator.train.parts.named_optimizers import build_named_optimizer, check_owns_groups
 from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.weight_average import SLOT, WeightAverage, drop_average
 
@@ -136,6 +137,22 @@ def test_only_what_requires_a_gradient_is_trained_in_the_same_groups_on_every_ho
         assert optimizer.param_groups[-1]["weight_decay"] == 0.0
         net.bias.grad = torch.ones(2)
         optimizer.step()
+
+
+class Around(torch.optim.Optimizer):
+    """A task's own optimizer that contains another one, and shares its groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([nn.Parameter(torch.zeros(1))], {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+
+def test_an_optimizer_around_another_does_not_own_its_groups() -> None:
+    inner = torch.optim.SGD(make_net().parameters(), lr=0.1)
+    check_owns_groups(inner)
+    with pytest.raises(UserError, match=r"optimizer Around contains another optimizer.+use --sharding none"):
+        check_owns_groups(Around(inner))
 
 
 class NoState(torch.optim.Optimizer):
