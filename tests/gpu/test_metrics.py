@@ -28,7 +28,7 @@ def test_memory_and_power_of_the_gpu_are_exported(tmp_path: Path) -> None:
     state = RunState()
     for event in read_events(tmp_path / "run" / "events.jsonl"):
         state(event)
-    families = text_string_to_metric_families(exposition(state, "run"))
+    families = text_string_to_metric_families(exposition(state, "run").decode())
     figures = {
         sample.name.removeprefix("orchestrator_gpu_"): sample.value
         for family in families

@@ -18,10 +18,10 @@ from typing import Any
 
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import Event
-from orchestrator.record.live.exposition import CONTENT_TYPE, exposition
 from orchestrator.record.live.state import RunState
 
 _PATH = "/metrics"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CONNECTIONS = 16
 """Scrapers are few. More connections than these would take descriptors from the run."""
 _REQUEST_SECONDS = 10.0
@@ -42,7 +42,10 @@ class RunMetrics:
         with self._lock:
             self._state(event)
 
-    def text(self) -> str:
+    def text(self) -> bytes:
+        # The library takes a tenth of a second to import: a run without scrapers does without it.
+        from orchestrator.record.live.exposition import exposition
+
         with self._lock:
             return exposition(self._state, self.run_name)
 
@@ -187,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, with_body: bool) -> None:
         is_known = self.path.partition("?")[0] == _PATH
-        body = (self.source.text() if is_known else f"the metrics are at {_PATH}\n").encode()
+        body = self.source.text() if is_known else f"the metrics are at {_PATH}\n".encode()
         self.send_response(HTTPStatus.OK if is_known else HTTPStatus.NOT_FOUND)
         self.send_header("Content-Type", CONTENT_TYPE if is_known else "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))

@@ -1,42 +1,34 @@
-"""Metrics in the text format of Prometheus, version 0.0.4."""
+"""The metrics of a run in the text format of Prometheus."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from orchestrator.record.live.metrics import METRICS, Metric, Sample
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from orchestrator.record.live.metrics import METRICS
 from orchestrator.record.live.state import RunState
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-
-def exposition(state: RunState, run_name: str) -> str:
+def exposition(state: RunState, run_name: str) -> bytes:
     """Return all metrics of a run as text."""
-    return "".join(line for metric in METRICS for line in _lines(metric, metric.read(state), run_name))
+    return generate_latest(_Families(state, run_name))
 
 
-def _lines(metric: Metric, samples: Iterable[Sample], run_name: str) -> Iterator[str]:
-    """Yield the lines of a metric; none if it has no sample."""
-    for index, (labels, value) in enumerate(samples):
-        if index == 0:
-            yield f"# HELP {metric.name} {_escaped(metric.help)}\n"
-            yield f"# TYPE {metric.name} {metric.kind}\n"
-        pairs = ",".join(f'{name}="{_escaped_label(text)}"' for name, text in (("run", run_name), *labels))
-        yield f"{metric.name}{{{pairs}}} {_number(value)}\n"
+class _Families(Collector):
+    """The metrics of a state that have a sample, as the library wants them."""
 
+    def __init__(self, state: RunState, run_name: str) -> None:
+        self._state = state
+        self._run_name = run_name
 
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n")
-
-
-def _escaped_label(text: str) -> str:
-    return _escaped(text).replace('"', '\\"')
+    def collect(self) -> Iterator[Family]:
+        for metric in METRICS:
+            # The library adds the suffix to the names of counters again.
+            family = Family(metric.name.removesuffix("_total"), metric.help, metric.kind)
+            for labels, value in metric.read(self._state):
+                family.add_sample(metric.name, {"run": self._run_name, **dict(labels)}, value)
+            if family.samples:
+                yield family

@@ -12,8 +12,7 @@ from http.client import HTTPConnection
 import pytest
 
 from orchestrator.errors import UserError
-from orchestrator.record.live.endpoint import MAX_CONNECTIONS, RunMetrics, metrics_endpoint
-from orchestrator.record.live.exposition import CONTENT_TYPE
+from orchestrator.record.live.endpoint import CONTENT_TYPE, MAX_CONNECTIONS, RunMetrics, metrics_endpoint
 from tests.support.fakes.fake_events import FakeRun, run_events
 
 
@@ -55,8 +54,8 @@ def test_a_scrape_sees_the_newest_events(served: RunMetrics, notes: list[str]) -
         served(event)
     after = ask(port_of(notes))[2]
     assert before != after
-    assert 'orchestrator_step{run="run-1"} 120\n' in after
-    assert after == served.text()
+    assert 'orchestrator_step{run="run-1"} 120.0\n' in after
+    assert after == served.text().decode()
 
 
 def test_other_paths_and_methods_are_answered_plainly(served: RunMetrics, notes: list[str]) -> None:

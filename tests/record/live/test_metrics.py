@@ -34,7 +34,7 @@ def state_after(events: list[Event]) -> RunState:
 
 
 def parsed(state: RunState, run_name: str = "run-1") -> dict[Key, float]:
-    text = exposition(state, run_name)
+    text = exposition(state, run_name).decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -104,7 +104,7 @@ def test_labels_with_quotes_backslashes_and_line_breaks_survive() -> None:
 @pytest.mark.parametrize(("loss", "text"), [("nan", "NaN"), ("inf", "+Inf"), ("-inf", "-Inf")])
 def test_a_diverged_loss_is_a_number_of_the_format(loss: str, text: str) -> None:
     state = state_after(run_events(FakeRun(broken={120: loss})))
-    assert f'orchestrator_loss{{run="r"}} {text}\n' in exposition(state, "r")
+    assert f'orchestrator_loss{{run="r"}} {text}\n' in exposition(state, "r").decode()
     value = parsed(state)[key("loss")]
     assert math.isnan(value) if loss == "nan" else value == float(loss)
 
@@ -113,7 +113,7 @@ def test_each_family_is_described_once_and_before_its_samples() -> None:
     """A slow reading of the rules of the format, besides the parser, which forgives much."""
     described: list[str] = []
     typed: dict[str, str] = {}
-    text = exposition(state_after(run_events(HOSTED)), "run-1")
+    text = exposition(state_after(run_events(HOSTED)), "run-1").decode()
     assert text.endswith("\n")
     for line in text.splitlines():
         if line.startswith("# HELP "):
