@@ -37,7 +37,6 @@ from orchestrator.record.summary.index import FoldKeeper
 from orchestrator.record.trackers.trackers import TrackerThread
 from orchestrator.redaction import Secrets, mask_tree
 from orchestrator.runtime.bootstrap import NONCE_FILE, REQUESTS_FILE, Assignment, DriverRequests
-from orchestrator.runtime.cluster.ray_metrics import RayMetrics
 from orchestrator.runtime.cluster.session import wait_for_slots
 from orchestrator.runtime.cluster.survey import resources_now
 from orchestrator.runtime.failures import final_error
@@ -162,10 +161,9 @@ class _RunRecord:
         """Whether the workers have recorded the end of the run."""
         # Readers look for this file, also in a run whose workers never started.
         self._path.touch()
-        self._metrics = RayMetrics(run_dir.name)
         self._follower = Follower(
             self._path,
-            [*readers, self._observe, self._metrics, FoldKeeper(self._path)],
+            [*readers, self._observe, FoldKeeper(self._path)],
             extent_of(self._path),
         )
         self.log = DriverLog(self._path, secrets=secret_values())
@@ -174,7 +172,6 @@ class _RunRecord:
     def poll(self) -> None:
         """Hand new events to the readers."""
         self._follower.poll()
-        self._metrics.publish()
 
     @property
     def last_step(self) -> int:

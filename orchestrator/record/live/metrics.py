@@ -1,7 +1,6 @@
 """Metrics of a run: the figures of its state under the names that Prometheus stores.
 
-Quantities are in base units (seconds, bytes, watts, ratios), and their names end with the unit. The same
-families go to the endpoint of a run (``endpoint``) and to Ray's metrics (``runtime/cluster/ray_metrics``).
+Quantities are in base units (seconds, bytes, watts, ratios), and their names end with the unit.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from orchestrator.record.live.metrics import METRICS
 from tests.support.docs.documents import ROOT
 
 DASHBOARD = ROOT / "cluster" / "grafana" / "dashboard.json"
-SELECTOR = re.compile(r'\{__name__=~"\(ray_\)\?([a-z_]+)", run=~"\$run"\}')
+SELECTOR = re.compile(r'([a-z_]+)\{run=~"\$run"\}')
 LABEL = re.compile(r"\{\{(\w+)\}\}")
 METRIC_OF = {metric.name: metric for metric in METRICS}
 
@@ -44,7 +44,7 @@ def test_every_legend_shows_labels_that_the_metric_has() -> None:
 def test_the_variable_lists_the_runs_of_an_exported_metric() -> None:
     variables = {variable["name"]: variable for variable in dashboard()["templating"]["list"]}
     assert variables.keys() == {"datasource", "run"}
-    (name,) = re.findall(r'"\(ray_\)\?([a-z_]+)"', variables["run"]["query"]["query"])
+    (name,) = re.findall(r"label_values\(([a-z_]+), run\)", variables["run"]["query"]["query"])
     assert name in METRIC_OF
 
 
