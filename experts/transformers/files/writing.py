@@ -14,14 +14,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from experts.tensor_format import bytes_of, pack_header
 from experts.transformers.files.original import OriginalNames, Output, Shape, Stored, Unit, WritingPlan
-from experts.transformers.files.shards import INDEX, SINGLE_FILE
+from experts.transformers.files.shards import INDEX
+
+if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
 
 _PIECE_BYTES = 2**25
 
@@ -70,54 +73,45 @@ def write_weights(
     """Write the planned files and their index, and return the bytes of their tensors.
 
     ``folder`` is empty. ``on_progress`` is called with the bytes done and all bytes."""
-    shards = _divide(plan.shapes, shard_bytes)
-    with _opened(folder, shards, plan.shapes) as (files, spans):
+    split = _split(plan.shapes, shard_bytes)
+    with _opened(folder, split.filename_to_tensors, plan.shapes) as (files, spans):
         writer = _Writer(original, source, files, spans)
         pieces = list(_pieces(plan, source))
         _run_all(pieces, writer.write, on_progress)
         for file in files:
             os.fsync(file)
-    total = sum(prod(shape) * dtype.itemsize for dtype, shape in plan.shapes.values())
-    if len(shards) > 1:
-        _write_index(folder, shards, total)
-    return total
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return split.metadata["total_size"]
 
 
-def _divide(shapes: Mapping[str, tuple[torch.dtype, Shape]], shard_bytes: int) -> list[list[str]]:
+def _split(shapes: Mapping[str, tuple[torch.dtype, Shape]], shard_bytes: int) -> StateDictSplit:
     """Divide tensors among files of at most ``shard_bytes``; a larger tensor has a file of its own."""
+    from huggingface_hub import split_state_dict_into_shards_factory
     from transformers.core_model_loading import dot_natural_key
 
-    shards: list[list[str]] = []
-    filled = 0
-    for name in sorted(shapes, key=dot_natural_key):
-        dtype, shape = shapes[name]
-        num_bytes = prod(shape) * dtype.itemsize
-        if not shards or filled + num_bytes > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += num_bytes
-    return shards
-
-
-def _file_name(number: int, count: int) -> str:
-    return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+    return split_state_dict_into_shards_factory(
+        {name: shapes[name] for name in sorted(shapes, key=dot_natural_key)},
+        get_storage_size=lambda tensor: prod(tensor[1]) * tensor[0].itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
 
 
 @contextmanager
 def _opened(
-    folder: Path, shards: Sequence[Sequence[str]], shapes: Mapping[str, tuple[torch.dtype, Shape]]
+    folder: Path, names_of: Mapping[str, Sequence[str]], shapes: Mapping[str, tuple[torch.dtype, Shape]]
 ) -> Iterator[tuple[list[int], dict[str, _Span]]]:
     """Create the files with their headers, and yield them with the place of each tensor."""
     spans: dict[str, _Span] = {}
     files: list[int] = []
     with ExitStack() as stack:
-        for number, names in enumerate(shards):
+        for number, (file_name, names) in enumerate(names_of.items()):
             # Tensors with large elements first: readers of the format need aligned ones.
             names = sorted(names, key=lambda name: -shapes[name][0].itemsize)
             header = pack_header({name: shapes[name] for name in names})
-            path = folder / _file_name(number, len(shards))
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            file = os.open(folder / file_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             stack.callback(os.close, file)
             files.append(file)
             _write_at(file, 0, memoryview(header))
@@ -205,11 +199,3 @@ class _Writer:
         span = self._spans[output.name]
         data = bytes_of(tensor.to(span.dtype))
         _write_at(self._files[span.file], span.begin + begin_row * span.row_bytes, data)
-
-
-def _write_index(folder: Path, shards: Sequence[Sequence[str]], total_bytes: int) -> None:
-    weight_map = {
-        name: _file_name(number, len(shards)) for number, names in enumerate(shards) for name in names
-    }
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
