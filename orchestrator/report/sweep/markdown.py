@@ -4,8 +4,9 @@ best settings."""
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Sequence
+
+from rich.cells import cell_len
 
 from orchestrator.record.files.ledger import SweepRecord
 from orchestrator.report.run.frames import Frame
@@ -120,26 +121,19 @@ def _aligned(texts: Sequence[str]) -> list[str]:
     """Return a column padded to one width: its name, the ruler, its cells."""
     cells = [escaped(text) for text in texts]
     is_right = all(_is_figure(cell) for cell in cells[1:])
-    width = max(3, *(_display_width(cell) for cell in cells))
+    width = max(3, *(cell_len(cell) for cell in cells))
     ruler = "-" * (width - 1) + ":" if is_right else "-" * width
     name, *body = [_padded(cell, width, is_right) for cell in cells]
     return [name, ruler, *body]
 
 
 def _padded(cell: str, width: int, is_right: bool) -> str:
-    space = " " * (width - _display_width(cell))
+    space = " " * (width - cell_len(cell))
     return space + cell if is_right else cell + space
 
 
 def _is_figure(cell: str) -> bool:
     return not cell or cell == UNKNOWN or cell[0].isdigit()
-
-
-def _display_width(text: str) -> int:
-    """Return the columns on a screen: wide characters take two, combining marks none."""
-    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
-    combining = sum(bool(unicodedata.combining(character)) for character in text)
-    return len(text) + wide - combining
 
 
 def escaped(text: str, max_chars: int = 300) -> str:
