@@ -8,6 +8,7 @@ and torch's rendezvous store ask no one for a password.
 from __future__ import annotations
 
 import shlex
+from itertools import pairwise
 from typing import Any
 
 from orchestrator.launch.launch import Launch
@@ -54,7 +55,7 @@ def ray_job(launch: Launch) -> str:
         "Start: kubectl apply -f FILE",
         f"Follow: kubectl logs -f job/{name}; end: kubectl delete -f FILE",
     ]
-    return yaml_text(comment, _resource("RayJob", name, spec), _network_policy(name))
+    return yaml_text(comment, _resource("RayJob", name, spec), _network_policy(launch))
 
 
 def ray_cluster(launch: Launch) -> str:
@@ -65,7 +66,8 @@ def ray_cluster(launch: Launch) -> str:
         f"Start: kubectl apply -f FILE; reach it: kubectl port-forward service/{name}-head-svc 8265",
         f"Train: ray job submit --address http://localhost:8265 -- bash -c {shlex.quote(script)}",
     ]
-    return yaml_text(comment, _resource("RayCluster", name, _cluster_spec(launch)), _network_policy(name))
+    cluster = _resource("RayCluster", name, _cluster_spec(launch))
+    return yaml_text(comment, cluster, _network_policy(launch))
 
 
 def _comment(launch: Launch) -> list[str]:
@@ -84,12 +86,16 @@ def _resource(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
-def _network_policy(name: str) -> dict[str, Any]:
+def _network_policy(launch: Launch) -> dict[str, Any]:
     """Return the policy by which the pods of a cluster accept connections of each other alone.
 
     KubeRay's operator and the pod that submits a job come from outside, to the dashboard, which asks for
-    the token. KubeRay's own field for this needs 1.7 and a feature gate."""
+    the token; Prometheus comes to the port of --metrics-port. KubeRay's own field for this needs 1.7 and a
+    feature gate."""
+    name = launch.options.name
     pods = {"matchLabels": {_CLUSTER_LABEL: name}}
+    flags = dict(pairwise(launch.flags))
+    open_ports = [_DASHBOARD_PORT, *map(int, filter(None, [flags.get("--metrics-port")]))]
     spec = {
         "podSelector": pods,
         "policyTypes": ["Ingress"],
@@ -97,7 +103,7 @@ def _network_policy(name: str) -> dict[str, Any]:
             {"from": [{"podSelector": pods}]},
             {
                 "from": [{"namespaceSelector": {}}],
-                "ports": [{"protocol": "TCP", "port": _DASHBOARD_PORT}],
+                "ports": [{"protocol": "TCP", "port": port} for port in open_ports],
             },
         ],
     }

@@ -23,9 +23,9 @@ def manifest(options: LaunchOptions, *flags: str) -> dict[str, Any]:
     return content
 
 
-def network_policy(options: LaunchOptions) -> dict[str, Any]:
-    """Return the network policy that is written with the manifest."""
-    _, policy = yaml.safe_load_all(file_text(Launch(options, ())))
+def network_policy(options: LaunchOptions, *flags: str) -> dict[str, Any]:
+    """Return the network policy that is written with the manifest of a run with these flags."""
+    _, policy = yaml.safe_load_all(file_text(Launch(options, flags)))
     return policy
 
 

@@ -90,6 +90,12 @@ def test_pods_accept_connections_of_their_own_cluster_and_to_the_dashboard_alone
     assert policy["spec"]["policyTypes"] == ["Ingress"], "workers may reach storage and the head"
 
 
+def test_prometheus_may_reach_the_port_of_the_metrics() -> None:
+    flags = ("--epochs", "3", "--metrics-port", "9400", "--metrics-address", "0.0.0.0")
+    _, from_outside = network_policy(LaunchOptions("kuberay"), *flags)["spec"]["ingress"]
+    assert [port["port"] for port in from_outside["ports"]] == [8265, 9400]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_have_no_root_rights_and_equal_limits(kind: Kind) -> None:
     for pod in pods(manifest(LaunchOptions(kind))):

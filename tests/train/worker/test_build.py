@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from orchestrator import JsonLines
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import EventLog, by_step, of_kind, read_events
+from orchestrator.train.loop import Loop
+from orchestrator.train.parts.weight_average import SLOT
+from orchestrator.train.parts.world import World
+from orchestrator.train.strategies.base import Strategy
+from orchestrator.train.strategies.buffers import persistent_buffers
+from orchestrator.train.strategies.ddp import DDPOptions
 from orchestrator.train.worker import build as build_module
+from orchestrator.train.worker import build_model as build_model_module
 from orchestrator.train.worker.build_evolution import EvolutionParts
 from orchestrator.trainer import Trainer
 from tests.support.runs.loop_runs import build_small_training, run_loop
@@ -71,3 +80,64 @@ def test_a_run_resumed_in_mid_epoch_with_another_batch_follows_the_new_number_of
     assert rates[3:] == pytest.approx([1e-2 * (1 - step / 15) for step in range(3, 15)])
     (warning,) = [event for event in of_kind(events, "warning") if event["kind"] == "schedule"]
     assert "ends at step 15" in warning["message"]
+
+
+def test_each_setting_of_ddp_reaches_its_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[DDPOptions] = []
+
+    class Recorded(Strategy):
+        def __init__(self, model: nn.Module, task: Any, _: World, options: DDPOptions, __: Any) -> None:
+            super().__init__(model, task)
+            given.append(options)
+
+    monkeypatch.setattr(build_model_module, "DDPStrategy", Recorded)
+    config = Config.of(
+        bucket_cap_mb=7, static_graph=True, gradient_as_bucket_view=False, broadcast_buffers="on", workers=2
+    )
+    task = Tiny(((4, 4),))
+    two_workers = replace(World.single_process(), size=2)
+    plan = Trainer(task=task, config=Config.of(run_dir=tmp_path), quiet=True).prepare().plan
+    build_model_module.build_parts(config, plan, task, two_workers)
+    (options,) = given
+    assert (options.bucket_cap_mb, options.gradient_as_bucket_view) == (7, False)
+    assert (options.static_graph, options.find_unused_parameters) == (True, False)
+    assert options.buffers is persistent_buffers
+
+
+def test_as_many_checkpoints_are_kept_as_asked(tmp_path: Path) -> None:
+    for keep in (1, 4):
+        run_dir = tmp_path / str(keep)
+        run_loop(run_dir, max_steps=6, checkpoint_every=1, keep=keep, keep_last=True, evaluate_every=100)
+        assert len(list((run_dir / "checkpoints").glob("step_*"))) == keep
+
+
+def test_a_run_resumed_without_an_average_drops_the_saved_one(tmp_path: Path) -> None:
+    def has_average(loop: Loop) -> bool:
+        states = loop.stepper.optimizer.inner.state.values()
+        return any(SLOT in state for state in states)
+
+    first, _ = run_loop(tmp_path, max_steps=2, ema_decay=0.9)
+    assert has_average(first)
+    resumed, _ = run_loop(tmp_path, max_steps=4, resume="auto")
+    assert not has_average(resumed)
+
+
+def test_a_stream_is_shuffled_over_as_many_samples_as_asked(tmp_path: Path) -> None:
+    """With a buffer of two, the first batch has only samples from the beginning of the file."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{number}\n" for number in range(512)))
+
+    class Numbers(Tiny):
+        def train_data(self) -> Any:
+            return JsonLines(file, transform=lambda number: (torch.full((7,), float(number)), 0))
+
+    def first_numbers(buffer: int) -> Tensor:
+        log = EventLog(tmp_path / f"events_{buffer}.jsonl")
+        task = Numbers(((4, 4),), dtype=torch.float32)
+        training = build_small_training(tmp_path, log, task, max_steps=2, shuffle_buffer=buffer, batch_size=8)
+        batch = next(iter(training.feed.steps(0)))
+        training.close()
+        return torch.cat([micro.fetch()[0][:, 0] for micro in batch.micro_batches])
+
+    assert first_numbers(2).max() <= 9
+    assert first_numbers(256).max() > 9
