@@ -165,9 +165,11 @@ class Change:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Change:
-        flat = {name: tuple(fields[name]) for name in ("ids", "parents", "weights")}
-        nested = {name: tuple(tuple(entry) for entry in fields[name]) for name in ("hosts", "splits")}
-        return cls(**{**fields, **flat, **nested})
+        flat: dict[str, Any] = {name: tuple(fields[name]) for name in ("ids", "parents", "weights")}
+        nested: dict[str, Any] = {
+            name: tuple(tuple(entry) for entry in fields[name]) for name in ("hosts", "splits")
+        }
+        return cls(**fields | flat | nested)
 
 
 def changed(layer: LayerStructure, change: Change, step: int, chooses_all: bool = False) -> LayerStructure:

@@ -104,18 +104,20 @@ def main() -> None:
     folder = arguments.folder.resolve()
     # local: never a cluster that happens to run on this machine
     ray.init(address="local", num_cpus=arguments.workers + 1, include_dashboard=False)
-    trainer = ray.train.torch.TorchTrainer(
+    # Each class is declared as that of either version of Ray Train, and those do not fit each other.
+    train: Any = ray.train
+    trainer = train.torch.TorchTrainer(
         train_loop_per_worker,
         train_loop_config={
             "folder": str(folder),
             "checkpoint_every": arguments.checkpoint_every,
             "pace": arguments.pace,
         },
-        scaling_config=ray.train.ScalingConfig(num_workers=arguments.workers),
-        run_config=ray.train.RunConfig(
+        scaling_config=train.ScalingConfig(num_workers=arguments.workers),
+        run_config=train.RunConfig(
             name="plain",
             storage_path=str(folder / "storage"),
-            failure_config=ray.train.FailureConfig(max_failures=-1),
+            failure_config=train.FailureConfig(max_failures=-1),
         ),
     )
     trainer.fit()

@@ -98,18 +98,20 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     ray.init(address="local")  # never a cluster that happens to run on this machine
-    trainer = ray.train.torch.TorchTrainer(
+    # Each class is declared as that of either version of Ray Train, and those do not fit each other.
+    train: Any = ray.train
+    trainer = train.torch.TorchTrainer(
         train_loop_per_worker,
         train_loop_config={
             "folder": str(folder),
             "steps": arguments.steps,
             "checkpoint_every": arguments.checkpoint_every,
         },
-        scaling_config=ray.train.ScalingConfig(num_workers=2),
-        run_config=ray.train.RunConfig(
+        scaling_config=train.ScalingConfig(num_workers=2),
+        run_config=train.RunConfig(
             name="plain",
             storage_path=str(folder / "storage"),
-            failure_config=ray.train.FailureConfig(max_failures=3),
+            failure_config=train.FailureConfig(max_failures=3),
         ),
     )
     trainer.fit()

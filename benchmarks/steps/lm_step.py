@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
 def _write_model(folder: Path, arguments: argparse.Namespace) -> Path:
     from transformers import Qwen3MoeConfig
 
-    sizes = {**MODEL, "max_position_embeddings": 40960, "num_hidden_layers": arguments.layers}
+    sizes: dict[str, Any] = {**MODEL, "max_position_embeddings": 40960, "num_hidden_layers": arguments.layers}
     if arguments.small:
         sizes |= {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
         sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512}

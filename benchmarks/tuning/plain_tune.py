@@ -55,11 +55,13 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 def trial(config: dict[str, Any]) -> None:
     """Run one Ray Train job inside a trial of Ray Tune."""
     entry = config["trial"]
-    ray.train.torch.TorchTrainer(
+    # Each class is declared as that of either version of Ray Train, and those do not fit each other.
+    train: Any = ray.train
+    train.torch.TorchTrainer(
         train_loop_per_worker,
         train_loop_config=entry,
-        scaling_config=ray.train.ScalingConfig(num_workers=entry["workers"]),
-        run_config=ray.train.RunConfig(name=f"trial-{time.time_ns()}", storage_path=entry["folder"]),
+        scaling_config=train.ScalingConfig(num_workers=entry["workers"]),
+        run_config=train.RunConfig(name=f"trial-{time.time_ns()}", storage_path=entry["folder"]),
     ).fit()
     tune.report({"done": True})
 

@@ -98,8 +98,10 @@ class LayerState:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> LayerState:
-        maps = {name: {int(key): value for key, value in fields[name].items()} for name in _BY_EXPERT}
-        return cls(**{**fields, **maps})
+        maps: dict[str, Any] = {
+            name: {int(key): value for key, value in fields[name].items()} for name in _BY_EXPERT
+        }
+        return cls(**fields | maps)
 
 
 @dataclass(frozen=True)

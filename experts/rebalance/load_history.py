@@ -111,5 +111,6 @@ def distance(first: LoadWindow, second: LoadWindow) -> float:
 
 
 def _joined(windows: Sequence[LoadWindow]) -> LoadWindow:
-    counts = tuple(map(sum, zip(*(window.counts for window in windows), strict=True)))
+    columns = zip(*(window.counts for window in windows), strict=True)
+    counts = tuple(sum(column) for column in columns)
     return LoadWindow(counts, sum(window.steps for window in windows))

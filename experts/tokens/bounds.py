@@ -21,7 +21,7 @@ from experts.tokens.received_rows import InvalidRows
 HEADER_BYTES = 32
 """Four numbers: that of the exchange, the layer, rows, and rows for experts."""
 _SLACK = 1.25  # of a new bound: rows vary from step to step
-_ROUND = 64  # bounds are multiples of this
+_ROUND: int = 64  # bounds are multiples of this
 _MAX_PADDING = 1024  # rows of padding for each host that are never too many
 
 

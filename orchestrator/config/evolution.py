@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from experts.evolution.rules import EvolutionRules, Preset, preset_rules
 from orchestrator.config.checks import Switch, at_least, within
@@ -98,7 +98,7 @@ class EvolutionSettings:
             "newborn_warmup_steps": self.newborn_warmup,
             "change_tolerance": self.change_tolerance,
         }
-        given = {name: value for name, value in thresholds.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in thresholds.items() if value is not None}
         rules = replace(rules, **given)
         # An expert is judged only when it has been trained for as long as its warm-up lasted.
         return replace(rules, min_age_steps=max(rules.min_age_steps, 2 * rules.newborn_warmup_steps))

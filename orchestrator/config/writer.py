@@ -101,7 +101,7 @@ def _with_absolute_inputs(config: Config, folder: Path) -> Config:
     model, data = config.model, config.data
     if model.model is not None:
         model = replace(model, model=_absolute_input(model.model, folder))
-    documents = {
+    documents: dict[str, Any] = {
         name: tuple(_absolute_input(location, folder) for location in getattr(data, name))
         for name in ("data", "validation_data")
     }

@@ -67,7 +67,7 @@ _WATCHED = {"model": _WatchedModel, "moe": _WatchedMoe, "data": _WatchedData, "o
 def watched(config: Config) -> tuple[Config, set[str]]:
     """Return the config with sections that record their reads, and the set that receives the names."""
     reads: set[str] = set()
-    sections = {name: kind(**vars(getattr(config, name))) for name, kind in _WATCHED.items()}
+    sections: dict[str, Any] = {name: kind(**vars(getattr(config, name))) for name, kind in _WATCHED.items()}
     copy = replace(config, **sections)
     for section in sections.values():
         object.__setattr__(section, "_reads", reads)

@@ -187,7 +187,7 @@ class Feed(ABC):
         """Return two samples if there are two: batch norm needs more than one."""
 
     def _step_batch(
-        self, begin: int, end: int, shares: list[Share], fetches: list[Callable[[], Any]]
+        self, begin: int, end: int, shares: list[Share], fetches: Sequence[Callable[[], Any]]
     ) -> StepBatch:
         micro_batches = [
             MicroBatch(

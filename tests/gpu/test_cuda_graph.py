@@ -141,7 +141,7 @@ def test_each_replay_is_as_near_to_a_step_as_another_step(model: str) -> None:
     """Without deterministic kernels two steps differ by rounding; free-running, that grows.
 
     So all begin each step with the same weights and moments."""
-    settings = {**MODELS[model], "precision": "bf16"}
+    settings: dict[str, Any] = {**MODELS[model], "precision": "bf16"}
     plain, feed, _ = build(**settings, cuda_graph="off")
     again, _, _ = build(**settings, cuda_graph="off")
     graphed, _, events = build(**settings, cuda_graph="on")

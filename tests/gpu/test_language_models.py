@@ -71,7 +71,8 @@ def large_vocabulary_gradients(chunked: bool, precision: torch.dtype) -> dict[st
     """Return the gradients of a pass over samples of 6.4 million logits, of which some have no label."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**{**COMMON, "vocab_size": 50_257, "head_dim": 16})
+    sizes: dict[str, Any] = {**COMMON, "vocab_size": 50_257, "head_dim": 16}
+    config = LlamaConfig(**sizes)
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(config)
     model.to(GPU)

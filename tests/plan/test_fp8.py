@@ -80,7 +80,7 @@ def test_all_else_is_planned_as_in_bf16() -> None:
     facts = model(large_experts=500_000)
     in_fp8 = planned(H200, facts, precision="fp8")
     in_bf16 = planned(H200, facts, precision="bf16")
-    same = {"precision": Choice("bf16", ""), "expert_kernel": in_bf16.expert_kernel}
+    same: dict[str, Any] = {"precision": Choice("bf16", ""), "expert_kernel": in_bf16.expert_kernel}
     assert replace(in_fp8, **same) == replace(in_bf16, **same)
     assert in_fp8.memory.weight_copies > 0
     config = Config.of(precision="fp8")

@@ -60,7 +60,8 @@ def test_prefetching_doubles_above_eight_gib_for_each_loader_process(
 ):
     """Two workers of three loader processes each."""
     inventory = machine(gpu(), gpu(1), ram_free=ram_free)
-    chosen = planned(inventory, READ_BY_SAMPLE, **{"loader_workers": 3, **settings})
+    given: dict[str, Any] = {"loader_workers": 3, **settings}
+    chosen = planned(inventory, READ_BY_SAMPLE, **given)
     assert chosen.prefetch.value == prefetch
 
 

@@ -71,7 +71,7 @@ def poisoned(value: Any) -> Any:
     """Replace every text of an event but its kind, and every name of a metric or a phase, by markup."""
     if isinstance(value, dict):
         named = {"metrics", "seconds", "memory", "host"}
-        result = {}
+        result: dict[Any, Any] = {}
         for key, item in value.items():
             if key in named and isinstance(item, dict):
                 result[key] = {EVIL + name: inner for name, inner in item.items()} | item

@@ -71,11 +71,10 @@ def test_data_that_is_read_in_order_is_refused() -> None:
 
 
 def trainer(**settings: Any) -> Trainer:
-    parts: dict[str, Any] = {name: settings.pop(name) for name in ("data", "validation") if name in settings}
+    parts: dict[str, Any] = {"data": X}
+    parts |= {name: settings.pop(name) for name in ("data", "validation") if name in settings}
     loss: Any = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
-    return Trainer(
-        nn.Linear(1, 1), **{"data": X, **parts}, loss=loss, config=Config.of(**settings), quiet=True
-    )
+    return Trainer(nn.Linear(1, 1), **parts, loss=loss, config=Config.of(**settings), quiet=True)
 
 
 def test_a_trainer_without_validation_data_holds_out_a_share() -> None:

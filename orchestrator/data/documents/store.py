@@ -104,8 +104,8 @@ class TokenStore:
         facts = _read_facts(folder)
         if facts is None or not is_whole(folder):
             raise UserError(f"the tokenised data in {folder} is gone or damaged; remove it and start again")
-        counts = facts["counts"]
-        self.counts = ReadingCounts(**{**counts, "first_bad": tuple(counts["first_bad"])})
+        counts: dict[str, Any] = facts["counts"]
+        self.counts = ReadingCounts(**counts | {"first_bad": tuple(counts["first_bad"])})
         self.largest_token: int = facts["largest_token"]
         self.kind: str = facts["kind"]
         """Of the documents: texts, chats or completions."""

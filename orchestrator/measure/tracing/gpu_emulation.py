@@ -56,7 +56,7 @@ class _GpuAttention(_RecordingMode):
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward and not kwargs.get("need_weights", True):
             # Attention inside of it is not seen here. Without training it is the same but for dropout.
-            return func(*args, **{**kwargs, "training": False})
+            return func(*args, **kwargs | {"training": False})
         return func(*args, **kwargs)
 
     def _attend(

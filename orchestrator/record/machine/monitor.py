@@ -187,7 +187,7 @@ class Monitor:
             self._num_samples += 1
             self._host.add(asdict(sample.host))
             for device in sample.devices:
-                values = asdict(device)
+                values: dict[str, Any] = asdict(device)
                 labels = {name: values.pop(name) for name in ("index", "name")}
                 self._devices.setdefault(device.index, _Statistics(labels)).add(values)
             warnings = self._new_warnings(sample)

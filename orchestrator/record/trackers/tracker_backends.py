@@ -115,7 +115,8 @@ class MLflow:
         known = self._client.get_experiment_by_name(PROJECT)
         if known:
             return known.experiment_id
-        return self._client.create_experiment(PROJECT, folder and (folder / "artifacts").as_uri())
+        artifacts = (folder / "artifacts").as_uri() if folder else None
+        return self._client.create_experiment(PROJECT, artifacts)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)

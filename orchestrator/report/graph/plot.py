@@ -145,7 +145,7 @@ def _draw_legend(figure: Figure, view: GraphView) -> None:
         look = EDGE_LOOKS[kind]
         line = Line2D([], [], color=look["edgecolor"], linestyle=look["linestyle"], label=EDGE_NAMES[kind])
         handles.append(line)
-    ring = {"marker": "o", "markerfacecolor": "none", "markeredgewidth": 2.0, "linestyle": ""}
+    ring: dict[str, Any] = {"marker": "o", "markerfacecolor": "none", "markeredgewidth": 2.0, "linestyle": ""}
     handles.append(Line2D([], [], color=INK, label="ring: time lived", **ring))
     handles.append(Patch(alpha=0, label="area: use"))
     look: dict[str, Any] = {"fontsize": 8, "frameon": False, "labelcolor": MUTED}

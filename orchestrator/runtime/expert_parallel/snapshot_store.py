@@ -223,7 +223,7 @@ class SnapshotStore:
                 found.append(references)
                 continue
             backup_host = self._actor(complete.backup_hosts.get(rank, -1))
-            if backup_host is None or backup_host is not complete.backup_actors.get(rank):
+            if backup_host is not complete.backup_actors.get(rank) or backup_host is None:
                 return ()
             experts, dense = backup_host.load_backup.remote((complete.generation, rank, step))
             found.append(SnapshotReferences(references.header, experts, dense))

@@ -156,7 +156,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
         raise _no_tokenizer(folder, _first_line(error)) from None
     # Without the files of a tokenizer, transformers makes an empty one of some families, and says nothing.

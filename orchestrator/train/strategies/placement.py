@@ -130,8 +130,8 @@ def decide_placement(
 
 
 def _placement_from_json(fields: dict[str, Any]) -> Placement:
-    tuples = {name: tuple(fields[name]) for name in ("host_of", "seconds")}
-    return Placement(**{**fields, **tuples})
+    tuples: dict[str, Any] = {name: tuple(fields[name]) for name in ("host_of", "seconds")}
+    return Placement(**fields | tuples)
 
 
 @dataclass(frozen=True)

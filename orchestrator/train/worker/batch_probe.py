@@ -221,8 +221,8 @@ def first_batch(data: Any, world: World, size: int, passes: int = 1) -> StepBatc
 class _Repeated:
     """A data set of a given length that repeats the samples of another one."""
 
-    def __init__(self, data: object, length: int) -> None:
-        self._data: Any = data
+    def __init__(self, data: Any, length: int) -> None:
+        self._data = data
         self._length = length
         if hasattr(data, "collate"):
             self.collate = self._data.collate

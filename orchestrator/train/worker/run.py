@@ -265,7 +265,7 @@ def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
     plan = prepared.plan
     world = training.stepper.world
     strategy = plan.strategy.value
-    fields = {
+    fields: dict[str, Any] = {
         "version": VERSION,
         "task": prepared.resolved.config.task,
         "strategy": strategy,

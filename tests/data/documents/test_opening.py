@@ -51,7 +51,7 @@ def tokenises(file: Path, tokenizer: Any | None = None, **options: Any) -> bool:
 
 
 def open_it(file: Path, tokenizer: Any, **options: Any) -> PackedDocuments:
-    settings = {"sequence_length": 32, **options}
+    settings: dict[str, Any] = {"sequence_length": 32, **options}
     return open_documents([str(file)], tokenizer, DocumentOptions(**settings), lambda note: None)
 
 

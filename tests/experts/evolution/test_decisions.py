@@ -182,8 +182,10 @@ def test_a_copy_has_time_to_become_different_before_it_is_merged() -> None:
 def test_both_similarities_must_reach_the_threshold(low: str, value: float) -> None:
     layer = make_similar(make_layer(EVEN), _01=0.95)
     assert the_change(after_windows(layer, 1)).kind == "merged", "the threshold itself is enough"
-    assert after_windows(replace(layer, **{low: similarity(4, _01=value)}), 2).changes == ()
-    assert after_windows(replace(layer, **{low: ()}), 2).changes == (), "not measured"
+    below: dict[str, Any] = {low: similarity(4, _01=value)}
+    unmeasured: dict[str, Any] = {low: ()}
+    assert after_windows(replace(layer, **below), 2).changes == ()
+    assert after_windows(replace(layer, **unmeasured), 2).changes == (), "not measured"
 
 
 @pytest.mark.parametrize(

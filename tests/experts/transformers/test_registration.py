@@ -86,7 +86,7 @@ def test_a_dense_model_is_refused() -> None:
 
 
 def test_llama_4_is_refused_because_its_router_scales_the_inputs() -> None:
-    sizes = {**COMMON, "num_local_experts": 4, "intermediate_size_mlp": 12, "head_dim": 8}
+    sizes: dict[str, Any] = {**COMMON, "num_local_experts": 4, "intermediate_size_mlp": 12, "head_dim": 8}
     model = Llama4ForCausalLM(Llama4TextConfig(**sizes))
     with pytest.raises(
         ValueError, match=r"Llama4TextExperts, which the experts interface .* does not dispatch"

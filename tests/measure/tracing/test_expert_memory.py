@@ -86,7 +86,8 @@ def plan_with_copies(monkeypatch: pytest.MonkeyPatch, inventory: Any = ONE_GPU, 
     monkeypatch.setattr(adamw, "LARGE", 1)
     task = synthetic()
     facts = model_facts(task, "cuda:0", "bf16")
-    return planned(inventory, facts, **{"batch_size": SAMPLES, "precision": "bf16"} | settings)
+    defaults: dict[str, Any] = {"batch_size": SAMPLES, "precision": "bf16"}
+    return planned(inventory, facts, **defaults | settings)
 
 
 @pytest.mark.parametrize("passes", [1, 2])

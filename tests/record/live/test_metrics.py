@@ -83,7 +83,7 @@ def test_values_are_those_of_the_last_events() -> None:
 
 
 def test_every_metric_has_a_sample_of_a_run_that_uses_everything() -> None:
-    state = state_after(run_events(FakeRun(**{**vars(HOSTED), "ends": "killed"})))
+    state = state_after(run_events(FakeRun(**vars(HOSTED) | {"ends": "killed"})))
     state(expert_event(120, "born", ids=[7], parents=[0]))
     names = {name for name, _ in parsed(state)}
     assert names == {metric.name for metric in METRICS}

@@ -115,4 +115,5 @@ def test_a_fine_tuned_model_is_exported_after_two_kills(job: Job, tmp_path: Path
     task, trained = trained_model(run.run_dir)
     loaded = AutoModelForCausalLM.from_pretrained(target, experts_implementation="eager")
     torch.testing.assert_close(logits_of(loaded, task), logits_of(trained, task), rtol=0, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(target).get_vocab() == task.tokenizer.get_vocab()
+    tokenizer: Any = AutoTokenizer.from_pretrained(target)
+    assert tokenizer.get_vocab() == task.tokenizer.get_vocab()

@@ -285,9 +285,11 @@ def _list_leftovers(cluster: RayCluster) -> list[str]:
 def _leftover_actors() -> list[str]:
     from ray._private.state import actors
 
+    # Ray declares the fields of one actor, which it returns where an id is given.
+    known: dict[str, Any] = actors()
     return [
         f"actor {actor['ActorClassName']} is {actor['State']}"
-        for actor in actors().values()
+        for actor in known.values()
         if actor["State"] != "DEAD" and "Coordinator" not in actor["ActorClassName"]
     ]
 

@@ -33,17 +33,22 @@ def save_tiny_glm(folder: Path) -> Path:
     """Write a tiny GLM-4 MoE with random weights, whose routers have a bias."""
     import transformers
 
-    experts = {**SIGMOID_ROUTER, "num_experts_per_tok": 2}
-    return save_random(folder, transformers.Glm4MoeConfig(**{**common_sizes(), **experts}))
+    experts: dict[str, Any] = {**SIGMOID_ROUTER, "num_experts_per_tok": 2}
+    return save_random(folder, transformers.Glm4MoeConfig(**common_sizes() | experts))
 
 
 def save_tiny_deepseek(folder: Path) -> Path:
     """Write a tiny DeepSeek-V3 with random weights: a dense block, then blocks with shared experts."""
     import transformers
 
-    experts = {**SIGMOID_ROUTER, **LATENT_ATTENTION, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    experts: dict[str, Any] = {
+        **SIGMOID_ROUTER,
+        **LATENT_ATTENTION,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 2,
+    }
     sizes = {name: size for name, size in common_sizes().items() if name != "head_dim"}
-    return save_random(folder, transformers.DeepseekV3Config(**{**sizes, **experts}))
+    return save_random(folder, transformers.DeepseekV3Config(**sizes | experts))
 
 
 def common_sizes() -> dict[str, Any]:

@@ -56,5 +56,5 @@ def write_rows(file: Path, rows: Sequence[Any]) -> Path:
 def open_rows(file: Path, rows: Sequence[Any], tokenizer: Any, **options: Any) -> PackedDocuments:
     """Write rows into a JSONL file and open it."""
     write_rows(file, rows)
-    settings = {"sequence_length": 64, **options}
+    settings: dict[str, Any] = {"sequence_length": 64, **options}
     return open_documents([str(file)], tokenizer, DocumentOptions(**settings), lambda note: None)

@@ -33,8 +33,14 @@ OLD = 1000
 
 def make_layer(shares: Sequence[float], **fields: Any) -> LayerView:
     experts = tuple(ExpertView(i, 8, share, OLD) for i, share in enumerate(shares))
-    values = {"top_k": 1, "next_id": len(shares), "entropy": 0.5, "tokens": 1000}
-    return LayerView(0, "moe", **{"experts": experts, **values, **fields})
+    values: dict[str, Any] = {
+        "experts": experts,
+        "top_k": 1,
+        "next_id": len(shares),
+        "entropy": 0.5,
+        "tokens": 1000,
+    }
+    return LayerView(0, "moe", **values | fields)
 
 
 def with_expert(layer: LayerView, row: int, **fields: Any) -> LayerView:

@@ -142,6 +142,7 @@ def living_actors(cluster: RayCluster) -> list[str]:
     with connected(cluster):
         from ray._private.state import actors
 
-        living = [actor for actor in actors().values() if actor["State"] != "DEAD"]
+        known: dict[str, Any] = actors()
+        living = [actor for actor in known.values() if actor["State"] != "DEAD"]
         names = [actor["ActorClassName"] for actor in living]
     return [name for name in names if "Coordinator" not in name]

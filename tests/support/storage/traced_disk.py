@@ -165,20 +165,20 @@ class TracedDisk:
 
     def rename(
         self,
-        source: Any,
-        target: Any,
+        src: Any,
+        dst: Any,
         *,
         src_dir_fd: int | None = None,
         dst_dir_fd: int | None = None,
     ) -> None:
-        old = self.relative(source, src_dir_fd)
-        new = self.relative(target, dst_dir_fd)
-        assert (old is None) == (new is None), (source, target)
+        old = self.relative(src, src_dir_fd)
+        new = self.relative(dst, dst_dir_fd)
+        assert (old is None) == (new is None), (src, dst)
         real = self.real["rename"]
         if old is None:
-            real(source, target)
+            real(src, dst)
         else:
-            self.perform(Operation("rename", old, new or ""), lambda: real(source, target))
+            self.perform(Operation("rename", old, new or ""), lambda: real(src, dst))
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
         self._remove("unlink", path, dir_fd)

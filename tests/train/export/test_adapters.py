@@ -46,7 +46,8 @@ def adapted_model(folder: Path, name: str) -> AdaptedModel:
 
 
 def merged(folder: Path, name: str, target: Path, **options: Any) -> Path:
-    form = ExportForm(**{"shard_bytes": 9000, **options})
+    settings: dict[str, Any] = {"shard_bytes": 9000, **options}
+    form = ExportForm(**settings)
     checkpoint = checkpoint_of(folder / "runs", name)
     export_merged(checkpoint, adapted_model(folder, name), target, form, lambda done, total: None)
     return target

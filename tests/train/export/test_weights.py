@@ -56,7 +56,8 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(checkpoint: Path, folder: Path, name: str, **options: Any) -> Path:
     source = save_model_folder(folder / "source", name)
     target = folder / "exported"
-    chosen = ExportForm(**{"shard_bytes": 9000, **options})
+    settings: dict[str, Any] = {"shard_bytes": 9000, **options}
+    chosen = ExportForm(**settings)
     export_checkpoint(checkpoint, source, target, chosen, lambda done, total: None)
     return target
 

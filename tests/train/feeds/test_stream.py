@@ -250,7 +250,9 @@ def test_random_numbers_of_a_source_are_its_own() -> None:
     """The same in every pass over an epoch, whatever the model draws, and the model's unchanged."""
     torch.manual_seed(5)
     expected = flat(steps_of(make_feed(Iterable(), 7, 7)))
-    assert torch.equal(torch.rand(3), torch.manual_seed(5) and torch.rand(3))
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
     found: list[int] = []
     for batch in make_feed(Iterable(), 7, 7).steps(0):
         torch.rand(10)

@@ -37,11 +37,13 @@ def test_a_repeated_step_counts_its_tokens_once(fails: bool) -> None:
     layer.statistics = ExpertStatistics(3, task.width).double()
     stepper.experts_changed()
     stepper.strategy.context.observing = True
-    layer.statistics.begin_step()
+    statistics = layer.statistics
+    assert isinstance(statistics, ExpertStatistics)
+    statistics.begin_step()
     (batch,) = step_batches(feed, 1)
     stepper.run(batch, 0)
-    assert layer.statistics.local_sums[0] == 12, "tokens"
-    assert layer.statistics.local_sums[2:5].sum() == 24, "choices"
-    sampled = layer.statistics.priority_P < torch.iinfo(torch.int64).max
+    assert statistics.local_sums[0] == 12, "tokens"
+    assert statistics.local_sums[2:5].sum() == 24, "choices"
+    sampled = statistics.priority_P < torch.iinfo(torch.int64).max
     assert int(sampled.sum()) == 12
     assert FailsOnce.failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.support.hosts.thread_hosts import HostCounts
 
 
 @pytest.fixture(autouse=True)
-def thread_count() -> object:
+def thread_count() -> Iterator[None]:
     """Hosts in threads set torch's number of threads side by side: restore it."""
     count = torch.get_num_threads()
     yield

@@ -157,7 +157,8 @@ def test_a_run_saved_on_three_workers_resumes_in_shards_on_two_and_then_on_one(
 
 
 def test_a_sharded_run_writes_the_same_checkpoint(tmp_path: Path) -> None:
-    for name, settings in {"plain": {}, "zero3": {"sharding": "zero3"}}.items():
+    variants: dict[str, dict[str, Any]] = {"plain": {}, "zero3": {"sharding": "zero3"}}
+    for name, settings in variants.items():
         train(tmp_path / name, 2, max_steps=3, **settings)
     plain = load(tmp_path / "plain" / "checkpoints" / "step_00000003")
     sharded = load(tmp_path / "zero3" / "checkpoints" / "step_00000003")
@@ -218,7 +219,7 @@ def test_a_restart_without_a_checkpoint_starts_where_the_user_asked(
 ) -> None:
     """A worker lost in the first epoch does not make the run forget the weights of --init-from."""
     train(tmp_path / "first", 1, max_steps=6)
-    settings = {
+    settings: dict[str, Any] = {
         "init_from": tmp_path / "first" / "checkpoints" / "step_00000006",
         "max_steps": 3,
         "checkpoint_every": 2,

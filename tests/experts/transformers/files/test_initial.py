@@ -103,7 +103,8 @@ def test_rotary_buffers_are_computed_again(rope: str) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     }
-    config = LlamaConfig(**{**COMMON, "rope_scaling": scaling})
+    sizes: dict[str, Any] = {**COMMON, "rope_scaling": scaling}
+    config = LlamaConfig(**sizes)
     from transformers import LlamaForCausalLM
 
     expected = computed_buffers(LlamaForCausalLM(copy.deepcopy(config)))

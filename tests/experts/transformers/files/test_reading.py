@@ -146,7 +146,8 @@ def test_tied_embeddings_are_read_once_and_stay_tied(tmp_path: Path) -> None:
 
 
 def test_a_dense_model_is_read_too(tmp_path: Path) -> None:
-    config = LlamaConfig(**{**COMMON, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    sizes: dict[str, Any] = {**COMMON, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    config = LlamaConfig(**sizes)
     LlamaForCausalLM(config).save_pretrained(tmp_path, max_shard_size="4KB")
     expected = loaded(tmp_path)
     model = on_meta(config)
