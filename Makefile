@@ -25,7 +25,7 @@ test-all: test
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --threads 2
+	$(BIN)/pyrefly check
 
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow --timeout=3600 $(ARGS)

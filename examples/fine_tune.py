@@ -29,8 +29,8 @@ def save_model(folder: Path) -> None:
     pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokens = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
     tokens.add_special_tokens(special)
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokens.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<end>")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

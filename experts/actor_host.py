@@ -89,7 +89,8 @@ class HostContext:
     cache: dict[str, Any] = field(default_factory=dict)
 
 
-@ray.remote(concurrency_groups={"control": 1, "snapshots": 1, "backups": 1, "liveness": 1})  # pyright: ignore[reportCallIssue]
+# pyrefly: ignore[unexpected-keyword]
+@ray.remote(concurrency_groups={"control": 1, "snapshots": 1, "backups": 1, "liveness": 1})
 class ExpertHost:
     """One host. It does one piece of work at a time; its imports and its cache serve the next one."""
 

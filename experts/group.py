@@ -126,7 +126,7 @@ class Group:
     def all_reduce_max(self, tensor: Tensor) -> AsyncWork:
         """Take the maximum of each element over all hosts, in place."""
         options = AllreduceOptions()
-        options.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
+        options.reduceOp = ReduceOp.MAX
         return self._interruptible(self._backend.allreduce([tensor], options))
 
     def all_gather(self, gathered: Tensor, shard: Tensor) -> AsyncWork:

@@ -30,7 +30,7 @@ def test_your_own_model_data_and_loss_are_trained(tmp_path: Path) -> None:
     assert result.status == "completed"
     assert result.summary["validation"]["loss"] < 0.7
     assert not torch.equal(before, model.weight)
-    assert torch.equal(model.weight, result.model.weight)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(model.weight, result.model.get_parameter("weight"))
     assert re.search(r"^  steps +39$", result.performance_summary(), flags=re.MULTILINE)
     files = ("config.yaml", "plan.json", "events.jsonl", "summary.json", "report.html")
     for name in (*files, "training_metrics.png"):
@@ -102,7 +102,7 @@ def test_metrics_may_have_the_names_of_our_fields(tmp_path: Path) -> None:
 def test_metrics_may_be_plain_numbers_and_data_numpy(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: Any) -> Loss:
         loss_sum = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-        return Loss(loss_sum, len(batch[1]), {"right": 8})  # pyright: ignore[reportArgumentType]
+        return Loss(loss_sum, len(batch[1]), {"right": 8})
 
     x, y = blobs(32)
     trainer(settings(tmp_path, epochs=1), (x.numpy(), y.numpy()), loss).fit()

@@ -250,7 +250,7 @@ def test_a_tracker_that_fails_is_a_warning_event(tmp_path: Path, monkeypatch: py
     def fail(*_: Any) -> Any:
         raise RuntimeError("no tracker today")
 
-    monkeypatch.setitem(tracker_backends.FACTORIES, "tensorboard", fail)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(tracker_backends.FACTORIES, "tensorboard", fail)
     result = trainer(settings(tmp_path, trackers=("tensorboard",), monitor_gpu=True), blobs(64)).fit()
     events = events_of(tmp_path)
     assert result.status == "completed"

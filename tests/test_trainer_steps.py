@@ -37,7 +37,7 @@ def test_a_step_repeated_after_out_of_memory_updates_batch_norm_once(tmp_path: P
         is_training = True
         own._run_in_process(prepared)
         assert num_failures == with_failure
-        return int(model[1].num_batches_tracked)  # pyright: ignore[reportArgumentType]
+        return int(model[1].get_buffer("num_batches_tracked"))
 
     assert num_batches_tracked(False) == 4
     assert num_batches_tracked(True) == 8, "four steps in two halves each, without the failed attempt"

@@ -47,8 +47,8 @@ def record_steps(folder: Path) -> None:
                 file.write(json.dumps(steps) + "\n")
             steps.clear()
 
-    Loop._train_step = timed_step  # pyright: ignore[reportAttributeAccessIssue]
-    Loop.advance = timed_advance  # pyright: ignore[reportAttributeAccessIssue]
+    Loop._train_step = timed_step  # pyrefly: ignore[bad-assignment]
+    Loop.advance = timed_advance  # pyrefly: ignore[bad-assignment]
 
 
 class Paced(Task):

@@ -266,7 +266,7 @@ def under_ray(case: Case, device: torch.device) -> float:  # noqa: ARG001
 @whole_logits()
 def accelerate(case: Case, device: torch.device) -> float:
     """Return the steps per second of a loop in the form of Accelerate's documentation."""
-    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
+    from accelerate import Accelerator
 
     task = case.make()
     mixed = "bf16" if case.dtype else "no"

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from experts.bank import without_memory
+from experts.bank import ExpertBank, without_memory
 from experts.context import MoEContext
 from experts.expert_state import remote_expert_names
 from experts.layer import MoELayer
@@ -71,8 +71,8 @@ def build_state(world: World, gigabytes: float) -> TrainState:
     model = nn.ModuleList(layers)
     place(model, [[expert % world.size for expert in range(EXPERTS)]] * LAYERS, world.rank)
     for module in model.modules():
-        if hasattr(module, "materialise"):
-            module.materialise()  # pyright: ignore[reportCallIssue]
+        if isinstance(module, ExpertBank):
+            module.materialise()
     model.to(world.device)
     assert world.group is not None
     attach(model, MoEContext(GroupExchange(world.group)))

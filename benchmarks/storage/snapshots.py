@@ -151,7 +151,8 @@ def on_gpu(arguments: argparse.Namespace) -> str:
     # space for the snapshot that is written, the newest one, and the one before it
     store_bytes = round(3.5e9 * arguments.gigabytes) + 2**28
     ray.init(address="local", include_dashboard=False, object_store_memory=store_bytes, log_to_driver=False)
-    host = ExpertHost.options(num_gpus=1 if ray.cluster_resources().get("GPU") else 0).remote()  # pyright: ignore
+    # pyrefly: ignore[missing-attribute]
+    host = ExpertHost.options(num_gpus=1 if ray.cluster_resources().get("GPU") else 0).remote()
     ray.get(host.join.remote(snapshot_worker, 0, arguments.gigabytes, arguments.rounds + 2))
     arrivals: list[float] = []
     is_over = threading.Event()

@@ -25,7 +25,7 @@ def weighted_swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
 
     Results and gradients are those of autograd, bit by bit. Only the inputs are kept for the
     backward pass."""
-    result: Tensor = _Swiglu.apply(hidden_RH, weights_R)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = _Swiglu.apply(hidden_RH, weights_R)
     return result
 
 

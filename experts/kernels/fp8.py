@@ -21,7 +21,7 @@ from experts.kernels.launching import Span, Tile, launch, num_blocks, tile
 from experts.kernels.row_products import Operands, RowTiles, launch_product
 
 if TYPE_CHECKING:
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.language as tl
 else:
     tl = None  # until the first launch
 

@@ -26,7 +26,7 @@ from experts.kernels.launching import (
 )
 
 if TYPE_CHECKING:
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.language as tl
 else:
     tl = None  # until the first launch
 
@@ -40,7 +40,7 @@ def gather_rows(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
 
     Backward: ``torch.where(row_TK[..., None] >= 0, grad_RD[row_TK], 0).sum(1)``, summed in fp32 in
     the order of K."""
-    result: Tensor = _Gather.apply(x_TD, token_R, row_TK)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = _Gather.apply(x_TD, token_R, row_TK)
     return result
 
 
@@ -50,7 +50,7 @@ def sum_rows(rows_RD: Tensor, row_TK: Tensor, token_R: Tensor) -> Tensor:
     It equals ``torch.where(row_TK[..., None] >= 0, rows_RD[row_TK], 0).sum(1)``, the transpose of
     ``gather_rows`` with the same indices. A token without any row gets zeros. Backward:
     ``grad_TD[token_R]``."""
-    result: Tensor = _Sum.apply(rows_RD, row_TK, token_R)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = _Sum.apply(rows_RD, row_TK, token_R)
     return result
 
 
@@ -60,7 +60,7 @@ def weighted_swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
     It equals ``(F.silu(gate) * value * weights_R[:, None]).to(hidden_RH.dtype)`` for ``gate, value
     = hidden_RH.float().chunk(2, -1)``. Only the inputs are kept for the backward pass; the gradient
     of a weight is a sum over its row, in fp32."""
-    result: Tensor = _Swiglu.apply(hidden_RH, weights_R)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = _Swiglu.apply(hidden_RH, weights_R)
     return result
 
 

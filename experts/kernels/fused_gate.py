@@ -12,7 +12,7 @@ from torch import Tensor
 from experts.kernels.launching import Tile, launch, num_blocks, refuse_second_derivative, register, tile
 
 if TYPE_CHECKING:
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.language as tl
 else:
     tl = None  # until the first launch
 
@@ -26,7 +26,7 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         raise TypeError(
             f"tokens are {x_TD.dtype}, the gate's weights {weight_ED.dtype}; bf16 was needed for both"
         )
-    result: Tensor = _Logits.apply(x_TD, weight_ED)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = _Logits.apply(x_TD, weight_ED)
     return result
 
 

@@ -74,7 +74,7 @@ def grouped_product(rows_RK: Tensor, weights_EKN: Tensor, offsets_E: Tensor) -> 
             f"weights of {inner} × {outer} in {rows_RK.dtype}; multiples of {multiple} were needed"
         )
     product: Tensor = F.grouped_mm(rows_RK.contiguous(), weights_EKN, offs=offsets_E)
-    result: Tensor = _ContiguousGrad.apply(product)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = _ContiguousGrad.apply(product)
     return result
 
 

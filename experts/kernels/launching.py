@@ -64,8 +64,8 @@ def launch(
 @cache
 def compiled(kernel: Callable[..., None]) -> Any:
     """Return a kernel that Triton compiles at its first launch."""
-    import triton  # pyright: ignore[reportMissingImports]
-    import triton.language  # pyright: ignore[reportMissingImports]
+    import triton
+    import triton.language
 
     # Triton resolves ``tl`` in the module that defines the kernel, where it is None until now.
     kernel.__globals__["tl"] = triton.language

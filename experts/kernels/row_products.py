@@ -18,7 +18,7 @@ from torch import Tensor
 from experts.kernels.launching import compiled, num_blocks
 
 if TYPE_CHECKING:
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.language as tl
 else:
     tl = None  # until the first launch
 
@@ -182,7 +182,7 @@ def weight_gradient(left_RK: Tensor, right_RN: Tensor, tiles: RowTiles) -> Tenso
 
 def _descriptor(matrix: Tensor, block: list[int]) -> Any:
     """Describe a matrix whose blocks are copied by the tensor memory accelerator."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(matrix, block)
 

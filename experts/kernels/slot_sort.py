@@ -16,7 +16,7 @@ from experts.kernels.launching import available as has_kernels
 from experts.kernels.launching import compiled, num_blocks, register
 
 if TYPE_CHECKING:
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.language as tl
 else:
     tl = None  # until the first launch
 

@@ -92,7 +92,7 @@ def sort_by_slot(
         row_map, counts_L = order.row_map(num_rows, bounded), order.counts_L()
     if num_rows is not None:
         counts_L = _within(counts_L, num_rows, bounded)
-    weights_R: Tensor = _Pick.apply(weights_TK, index_R, row_map.row_TK)  # pyright: ignore[reportAssignmentType]
+    weights_R: Tensor = _Pick.apply(weights_TK, index_R, row_map.row_TK)
     return Trip(row_map, weights_R, counts_L)
 
 
@@ -121,7 +121,7 @@ def copy_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
     token_R, row_TK = row_map.token_R, row_map.row_TK
     if launching.available(x_TD):
         return fused.gather_rows(x_TD, token_R, row_TK)
-    result: Tensor = _CopyRows.apply(x_TD, token_R, row_TK, row_map.complete)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = _CopyRows.apply(x_TD, token_R, row_TK, row_map.complete)
     return result
 
 
@@ -130,7 +130,7 @@ def sum_rows(rows_RD: Tensor, row_map: RowMap) -> Tensor:
     token_R, row_TK = row_map.token_R, row_map.row_TK
     if launching.available(rows_RD):
         return fused.sum_rows(rows_RD, row_TK, token_R)
-    result: Tensor = _SumRows.apply(rows_RD, token_R, row_TK, row_map.complete)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = _SumRows.apply(rows_RD, token_R, row_TK, row_map.complete)
     return result
 
 

@@ -141,7 +141,7 @@ def send(
     ``anchor`` is any tensor that requires a gradient. Through it the backward pass reaches this
     exchange on every host, also on one whose rows need no gradient; a host that stayed away would
     block the others."""
-    ticket: Tensor = _Send.apply(x_TD, weights_TK, ids_SK, anchor, transfer)  # pyright: ignore[reportAssignmentType]
+    ticket: Tensor = _Send.apply(x_TD, weights_TK, ids_SK, anchor, transfer)
     return ticket
 
 
@@ -151,20 +151,20 @@ def receive(
     """Return features, weights and expert ids of the tokens received.
 
     Width and types are those of ``x_TD`` and ``weights_TK``."""
-    return _Receive.apply(ticket, transfer, _RowFormat.of(x_TD, weights_TK))  # pyright: ignore
+    return _Receive.apply(ticket, transfer, _RowFormat.of(x_TD, weights_TK))
 
 
 def send_back(rows_GD: Tensor, anchor: Tensor, transfer: Transfer) -> Tensor:
     """Send outputs back to the hosts that the tokens came from.
 
     Returns a ticket to pass to ``receive_back``."""
-    ticket: Tensor = _SendBack.apply(rows_GD, anchor, transfer)  # pyright: ignore[reportAssignmentType]
+    ticket: Tensor = _SendBack.apply(rows_GD, anchor, transfer)
     return ticket
 
 
 def receive_back(ticket: Tensor, transfer: Transfer) -> Tensor:
     """Return the outputs for this host's tokens: a row for each host that a token was sent to."""
-    rows_SD: Tensor = _ReceiveBack.apply(ticket, transfer)  # pyright: ignore[reportAssignmentType]
+    rows_SD: Tensor = _ReceiveBack.apply(ticket, transfer)
     return rows_SD
 
 

@@ -126,8 +126,8 @@ def _mask_output() -> None:
     from orchestrator.plan.inventory.hardware import secret_values
 
     secrets = secret_values()
-    sys.stdout = MaskedStream(sys.stdout, secrets)  # pyright: ignore[reportAttributeAccessIssue]
-    sys.stderr = MaskedStream(sys.stderr, secrets)  # pyright: ignore[reportAttributeAccessIssue]
+    sys.stdout = MaskedStream(sys.stdout, secrets)
+    sys.stderr = MaskedStream(sys.stderr, secrets)
 
 
 if __name__ == "__main__":

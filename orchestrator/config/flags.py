@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin, get_type_hints
 
 from orchestrator.config.checks import Switch
 from orchestrator.config.flag_errors import FlagGrammar, one_line_errors
@@ -21,7 +21,10 @@ from orchestrator.config.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names, foreign_name_advice, setting_types
 from orchestrator.errors import UserError
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 Positional = str | Sequence[str] | None
 """Options that may be given without their flags."""
 
@@ -41,7 +44,7 @@ def read_flags(
 
     own_types = get_type_hints(options)
     argv = _with_positional(argv, positional, {**setting_types(), **own_types})
-    names = {field.name for field in fields(options)}  # pyright: ignore[reportArgumentType]
+    names = {field.name for field in fields(options)}
     check_flags(argv, names - {"settings"})
     path = _config_path(argv)
     base = read_file(path) if path else Resolved(Config(), {})
@@ -50,11 +53,11 @@ def read_flags(
         result = tyro.cli(
             options,
             args=arguments,
-            default=options(settings=base.config),  # pyright: ignore[reportCallIssue]
+            default=options(settings=base.config),  # pyrefly: ignore[unexpected-keyword]
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
             prog=_usage(prog, positional, own_types),
         )
-    config: Config = result.settings  # pyright: ignore[reportAttributeAccessIssue]
+    config: Config = result.settings  # pyrefly: ignore[missing-attribute]
     flags = {_setting_of(token): token.partition("=")[0] for token in argv if token.startswith("--")}
     origins = {name: f"flag {flag}" for name, flag in flags.items() if name in flat_names()}
     resolved = Resolved(config, {**base.origins, **origins})
@@ -73,7 +76,7 @@ def read_options(
 
     types = get_type_hints(options)
     arguments = _with_positional(argv, positional, types)
-    known = {field.name for field in fields(options)}  # pyright: ignore[reportArgumentType]
+    known = {field.name for field in fields(options)}
     for token in arguments:
         name = token[2:].partition("=")[0].replace("-", "_")
         if token.startswith("--") and {name, name.removeprefix("no_")}.isdisjoint({*known, "help"}):

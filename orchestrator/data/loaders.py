@@ -95,7 +95,7 @@ def read_loader(loader: DataLoader[Any]) -> LoadedSamples | Source:
         return LoadedSamples(loader, settings)
     if isinstance(sampler, DistributedSampler):
         # The run divides the samples itself.
-        sampler = SequentialSampler(sampler.dataset)  # pyright: ignore[reportArgumentType]
+        sampler = SequentialSampler(sampler.dataset)  # pyrefly: ignore[bad-argument-type]
     return SampledSource(loader, sampler, settings)
 
 

@@ -356,7 +356,7 @@ def make_assignment(prepared: PreparedRun, run_dir: Path, resume: ResumeFrom | N
     """Return the data that workers get. Tasks are sent only if they cannot be loaded by their name."""
     config = prepared.resolved.config
     if loads_by_name(config.task):
-        prepared = replace(prepared, task=None)  # pyright: ignore[reportArgumentType]
+        prepared = replace(prepared, task=None)  # pyrefly: ignore[bad-argument-type]
     nonce = (run_dir / "logs" / NONCE_FILE).read_text(encoding="utf-8")
     start = remote_start(config)
     return Assignment(prepared.with_secrets(), run_dir, Path.cwd(), nonce, resume, start=start)

@@ -59,7 +59,7 @@ def reload_auth_mode() -> None:
 
     Ray reads it once, when it is imported, and has no public way to change it in a running process.
     """
-    from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
+    from ray._raylet import Config  # pyrefly: ignore[missing-module-attribute]
 
     Config.initialize("")
 
@@ -69,7 +69,7 @@ def forget_auth_token() -> None:
 
     Without this, Ray does not see a token written after its first look.
     """
-    from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+    from ray._raylet import AuthenticationTokenLoader  # pyrefly: ignore[missing-module-attribute]
 
     AuthenticationTokenLoader.instance().reset_cache()
 
@@ -79,7 +79,7 @@ def has_auth_token() -> bool:
 
     The search order (two variables, then a file) is Ray's; it has no public function for it.
     """
-    from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+    from ray._raylet import AuthenticationTokenLoader  # pyrefly: ignore[missing-module-attribute]
 
     try:
         return AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
@@ -94,7 +94,7 @@ def check_head_alive(channel: Any, timeout_s: float) -> None:
     """
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-    request = gcs_service_pb2.CheckAliveRequest()  # pyright: ignore[reportAttributeAccessIssue]
+    request = gcs_service_pb2.CheckAliveRequest()
     gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive(request, timeout=timeout_s)
 
 
@@ -159,7 +159,7 @@ def placement_groups_of_job(job_id: str) -> set[bytes]:
     The public ``placement_group_table()`` does not name the job that created a group.
     """
     from ray._private.state import state
-    from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
+    from ray.core.generated.gcs_pb2 import PlacementGroupTableData
 
     job = bytes.fromhex(job_id)
     table = state._connect_and_get_accessor().get_placement_group_table()
@@ -225,8 +225,8 @@ def prestart_request(
     With ``variables`` they have the environment of an actor with these variables. Ray has no public
     call that starts idle processes and keeps them.
     """
-    from ray.core.generated.common_pb2 import Language  # pyright: ignore[reportAttributeAccessIssue]
-    from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest  # pyright: ignore[reportAttributeAccessIssue]
+    from ray.core.generated.common_pb2 import Language
+    from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
 
     context = ray.get_runtime_context()
     request = PrestartWorkersRequest(
@@ -247,7 +247,8 @@ def send_prestart_request(address: str, request: Any, timeout_s: float) -> None:
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 
-    with init_grpc_channel(address) as channel:  # pyright: ignore[reportGeneralTypeIssues] -- the synchronous kind
+    # The channel is of the synchronous kind.
+    with init_grpc_channel(address) as channel:  # pyrefly: ignore[bad-context-manager]
         NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=timeout_s)
 
 

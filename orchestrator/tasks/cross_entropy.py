@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from experts.kernels.launching import Tile, available, launch
 
 if TYPE_CHECKING:
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.language as tl
 else:
     tl = None  # until the first launch
 

@@ -174,9 +174,7 @@ class _TokenLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         multiplied = [
             (gradient * grads[0]).to(dtype) if needed else None
             for gradient, dtype, needed in zip(

@@ -35,7 +35,7 @@ def _fields(sample: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(sample, dict):
         named = [(repr(key), value) for key, value in sample.items()]
     elif isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        names: Sequence[str] = sample._fields  # pyright: ignore[reportAttributeAccessIssue]
+        names: Sequence[str] = sample._fields
         named = [(repr(name), value) for name, value in zip(names, sample, strict=True)]
     elif isinstance(sample, list | tuple):
         named = [(str(position), value) for position, value in enumerate(sample)]

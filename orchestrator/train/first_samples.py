@@ -25,7 +25,7 @@ class _FirstSamples:
 
     def __init__(self, source: Source, count: int) -> None:
         if hasattr(source, "collate"):
-            self.collate = source.collate  # pyright: ignore[reportAttributeAccessIssue]
+            self.collate = source.collate
         self._samples: list[Any] = []
         first_error: Exception | None = None
         for item in _items(source, count):

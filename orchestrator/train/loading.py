@@ -73,7 +73,7 @@ class BatchLoader:
         self._loader: Any = DataLoader(
             self._batches,
             batch_size=None,
-            sampler=self._sampler,  # pyright: ignore[reportArgumentType]
+            sampler=self._sampler,
             num_workers=workers,
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
@@ -132,7 +132,7 @@ class _RequestedBatches(Dataset[Any]):
         self._skip_bad = skip_bad
         self._purpose = purpose
 
-    def __getitem__(self, request: BatchRequest) -> LoadedBatch:
+    def __getitem__(self, request: BatchRequest) -> LoadedBatch:  # pyrefly: ignore[bad-override-param-name]
         if get_worker_info() is not None:
             return self._load(request)
         # In the training process, the model's own random state must survive.

@@ -272,7 +272,7 @@ def test_a_plan_for_a_cluster_that_is_too_small_names_one_that_would_do(
     memory = found["memory"]
     missing = (memory["total"] - memory["limit"]) / 2**30
     assert f"{missing:.1f} GiB more than the usable" in found["shortage"]
-    number = int(re.search(r"(\d+) L4", found["shortage"])[1])  # pyright: ignore[reportOptionalSubscript]
+    number = int(re.search(r"(\d+) L4", found["shortage"])[1])  # pyrefly: ignore[unsupported-operation]
     assert main(["plan", *large, "--cluster", f"{-(-number // 8)}x{min(8, number)}xL4", "--json"]) == 0
     enough = json.loads(capsys.readouterr().out)
     assert enough["shortage"] is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.config.metric import Criterion, Metric, declared_metrics, find_criterion, known_mode
+from orchestrator.config.metric import Criterion, Metric, Mode, declared_metrics, find_criterion, known_mode
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 
@@ -25,9 +25,9 @@ from orchestrator.errors import UserError
     ],
 )
 def test_a_result_is_better_by_its_direction(
-    value: float, best: float | None, mode: str, better: bool
+    value: float, best: float | None, mode: Mode, better: bool
 ) -> None:
-    criterion = Criterion("any", mode)  # pyright: ignore[reportArgumentType]
+    criterion = Criterion("any", mode)
     assert criterion.is_better(value, best) is better
 
 
@@ -97,7 +97,7 @@ def test_another_ending_is_refused(text: str) -> None:
 
 def test_a_mode_is_min_or_max() -> None:
     with pytest.raises(UserError, match="must be 'min' or 'max'"):
-        Metric(mode="down")  # pyright: ignore[reportArgumentType]
+        Metric(mode="down")  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_task_may_use_the_name_metrics_for_something_else() -> None:

@@ -52,7 +52,7 @@ def test_config_is_frozen_equal_by_value_and_hashable():
     assert Config() == Config()
     assert hash(Config.of(expert_hidden_size=[8, 16])) == hash(Config.of(expert_hidden_size=(8, 16)))
     with pytest.raises(FrozenInstanceError):
-        Config().task = "text"  # pyright: ignore[reportAttributeAccessIssue]
+        Config().task = "text"  # pyrefly: ignore[read-only]
 
 
 def test_of_and_but_set_by_flat_name_and_leave_the_rest():

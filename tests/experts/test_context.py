@@ -31,7 +31,7 @@ def test_a_step_ends_with_an_error_too() -> None:
 
 def test_a_step_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
-        StepContext().seed = 1  # pyright: ignore[reportAttributeAccessIssue]
+        StepContext().seed = 1  # pyrefly: ignore[read-only]
 
 
 # --- the cache of a recomputed pass

@@ -208,7 +208,7 @@ def test_an_expert_without_tokens_has_a_zero_gradient() -> None:
     assert routing.counts_E.tolist() == [6, 0]
     for _, _, stack in layer.bank.stacks():
         assert stack.grad is not None
-    assert not layer.bank.get_parameter("up_5").grad.any()  # pyright: ignore[reportOptionalMemberAccess]
+    assert not layer.bank.get_parameter("up_5").grad.any()  # pyrefly: ignore[missing-attribute]
 
 
 def test_forward_changes_no_state_and_update_balance_stores_counts() -> None:

@@ -30,7 +30,7 @@ HOST_OF = ((0, 1, 1, 0, 1), (1, 0, 1, 1, 0))
 
 
 def build(world: World, rows: str, chunks: int = 1) -> tuple[Any, Any]:
-    settings = {"world": world, "host_of": HOST_OF, "chunks": chunks, "precision": "bf16"}
+    settings: dict[str, Any] = {"world": world, "host_of": HOST_OF, "chunks": chunks, "precision": "bf16"}
     stepper, feed = make_stepper(Digits(CONFIG), 24, 96, **settings)
     assert isinstance(stepper.strategy, ExpertParallelStrategy)
     if rows == "bounded":
@@ -76,7 +76,7 @@ def waits_on_host(rank: int, size: int, store: str, rows: str) -> tuple[list[str
         stepper, feed = build(world, rows)
         run_steps(stepper, feed, 5)  # compiles kernels, and sets the bounds
         for module in (routed, bounds, exchange):
-            module.to_host = counting(copies, module.__name__)  # pyright: ignore[reportAttributeAccessIssue]
+            module.to_host = counting(copies, module.__name__)  # pyrefly: ignore[bad-assignment]
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

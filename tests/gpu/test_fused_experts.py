@@ -17,7 +17,7 @@ from experts.kernels.grouped import grouped_product
 from experts.kernels.row_products import RowTiles, row_product
 from experts.layer import MoELayer
 from experts.tokens.dispatch import sort_by_slot
-from experts.types import Trip
+from experts.types import Kernel, Trip
 
 DEVICE = torch.device("cuda:0")
 pytestmark = [
@@ -64,14 +64,14 @@ def make_trip(slots_TK: Tensor, weights_TK: Tensor, experts: int, absent: float 
 
 
 def gradients(
-    bank: ExpertBank, x_TD: Tensor, trip_of: tuple[Tensor, float], experts: int, kernel: str
+    bank: ExpertBank, x_TD: Tensor, trip_of: tuple[Tensor, float], experts: int, kernel: Kernel
 ) -> list[Tensor]:
     """Return the output and the gradients of tokens, weights and experts."""
     slots_TK, absent = trip_of
     x_TD = x_TD.detach().requires_grad_()
     weights_TK = draw(*slots_TK.shape, seed=4).sigmoid().to(torch.promote_types(x_TD.dtype, torch.float32))
     weights_TK.requires_grad_()
-    bank.kernel = kernel  # pyright: ignore[reportAttributeAccessIssue]
+    bank.kernel = kernel
     bank.zero_grad(set_to_none=True)
     trip = make_trip(slots_TK, weights_TK, experts, absent)
     y_TD = bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map)

@@ -82,7 +82,7 @@ def write_module(folder: Path, target: str, source: str) -> None:
         bytecode.unlink()
 
 
-def fork_tests(folder: Path, run: TestRun) -> int:
+def fork_tests(folder: Path, run: TestRun) -> int:  # pyrefly: ignore[bad-return]
     """Start tests in a copy, in a child that leads a session of its own. Returns its process id."""
     pid = os.fork()
     if pid != 0:

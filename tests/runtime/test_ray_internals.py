@@ -117,13 +117,13 @@ def test_the_controller_of_ray_train_starts_no_actor_for_reports() -> None:
     from ray.runtime_context import RuntimeContext
     from ray.train.v2._internal.execution.worker_group import state, worker_group
 
-    original = worker_group.SynchronizationActor  # pyright: ignore[reportPrivateImportUsage]
+    original = worker_group.SynchronizationActor
     with ray_internals._controller_outside_of_actors():
-        replacement: Any = worker_group.SynchronizationActor  # pyright: ignore[reportPrivateImportUsage]
+        replacement: Any = worker_group.SynchronizationActor
         actor = replacement.options(label_selector={}).remote(timeout_s=1, warn_interval_s=1)
         state._shutdown_sync_actor(actor)
         assert RuntimeContext.current_actor is None
-    assert worker_group.SynchronizationActor is original  # pyright: ignore[reportPrivateImportUsage]
+    assert worker_group.SynchronizationActor is original
     assert isinstance(RuntimeContext.current_actor, property)
 
 

@@ -277,7 +277,7 @@ def test_other_objects_in_an_error_stay() -> None:
     array = np.ones(2)
     inner = object()
     error = ValueError(array, 7, (inner, CANARIES[0]))
-    error.more = array  # pyright: ignore[reportAttributeAccessIssue]
+    error.more = array  # pyrefly: ignore[missing-attribute]
     mask_error(error, SECRETS)
     assert error.args[0] is array
     assert error.args[1:] == (7, (inner, MASK))
@@ -288,7 +288,7 @@ def test_bytes_written_below_a_stream_are_masked() -> None:
     stream = MaskedStream(target, SECRETS)
     stream.buffer.write(f"{CANARIES[4]} \xff".encode())
     stream.buffer.flush()
-    assert target.buffer.getvalue() == f"{MASK} \xff".encode()  # pyright: ignore[reportAttributeAccessIssue]
+    assert target.buffer.getvalue() == f"{MASK} \xff".encode()
 
 
 def test_a_masked_stream_is_not_masked_again() -> None:
@@ -302,7 +302,7 @@ def test_a_masked_stream_is_not_masked_again() -> None:
 def test_a_masked_stream_behaves_like_the_stream() -> None:
     target = io.StringIO()
     stream = MaskedStream(target, SECRETS)
-    print(CANARIES[0], URL, file=stream)  # pyright: ignore[reportArgumentType]
+    print(CANARIES[0], URL, file=stream)
     stream.writelines([CANARIES[1], "\n"])
     assert_none_in(target.getvalue())
     assert not stream.isatty()

@@ -131,7 +131,7 @@ def refuse_reads(folder: RemoteFolder, name: str, monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("403 Forbidden")
 
-    files = folder._files  # pyright: ignore[reportPrivateUsage]
+    files = folder._files
     for method in ("info", "_info"):
         monkeypatch.setattr(files, method, refuse, raising=False)
 

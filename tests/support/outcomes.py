@@ -204,7 +204,7 @@ def _passed(config: pytest.Config) -> set[str]:
     if path is None or not config.getoption("--rest"):
         return set()
     if _is_worker(config):
-        return set(config.workerinput["passed"])  # pyright: ignore[reportAttributeAccessIssue]
+        return set(config.workerinput["passed"])  # pyrefly: ignore[missing-attribute]
     return read_outcomes(path).passed(_source())
 
 

@@ -37,7 +37,7 @@ def test_a_loss_that_depends_on_no_weight_is_refused() -> None:
 def test_a_model_must_be_a_module() -> None:
     class Wrong(Task):
         def build_model(self) -> nn.Module:
-            return "a model"  # pyright: ignore[reportReturnType]
+            return "a model"  # pyrefly: ignore[bad-return]
 
         def train_data(self) -> Any: ...
 

@@ -118,5 +118,5 @@ def _formula(packet: Any) -> Callable[..., float]:
         del out_val
         return attention_op(packet.default, args, kwargs).flops
 
-    flops._get_raw = True  # the counter passes tensors, not shapes  # pyright: ignore[reportFunctionMemberAccess]
+    flops._get_raw = True  # the counter passes tensors, not shapes  # pyrefly: ignore[missing-attribute]
     return flops

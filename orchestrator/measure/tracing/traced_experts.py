@@ -64,7 +64,7 @@ def record_experts(
 
     ``copies`` are computed with in place of their stacks, which are not cast then."""
     for _, layer in moe_layers(model):
-        layer.bank._compute = partial(_record_bank, layer.bank, grouped, recorder, copies)  # pyright: ignore[reportAttributeAccessIssue]
+        layer.bank._compute = partial(_record_bank, layer.bank, grouped, recorder, copies)
         if layer.capacity is not None:
             layer.register_forward_pre_hook(partial(_record_capacity, recorder))
 

@@ -72,7 +72,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, JSON]:
         """Return the content of ``comparison.json``."""
-        runs = [
+        runs: list[JSON] = [
             {
                 "label": run.label,
                 "location": run.location,
@@ -81,9 +81,12 @@ class Comparison:
             }
             for run in self.runs
         ]
-        results = [
+        results: list[JSON] = [
             {"name": figure.name, "mode": figure.mode, "values": list(figure.values)}
             for figure in self.figures
+        ]
+        losses: list[Any] = [
+            asdict(agreement) | {"bitwise": agreement.is_bitwise} for agreement in self.losses
         ]
         return {
             "task": self.runs[0].record.fact("task"),
@@ -93,8 +96,8 @@ class Comparison:
             "verdicts": _as_json(self.verdicts),
             "settings": _as_json(self.settings),
             "environment": _as_json(self.environment),
-            "losses": [asdict(agreement) | {"bitwise": agreement.is_bitwise} for agreement in self.losses],
-        }  # pyright: ignore[reportReturnType]
+            "losses": losses,
+        }
 
 
 def compare(runs: Sequence[ComparedRun]) -> Comparison:

@@ -30,7 +30,8 @@ def new_figure(height_in: float, title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08, wspace=0.03, hspace=0.04)  # type: ignore[union-attr]
+    # pyrefly: ignore[missing-attribute]
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08, wspace=0.03, hspace=0.04)
     figure.suptitle(plain_text(title), fontsize=12, fontweight="bold", color=INK, x=0.012, ha="left")
     return figure
 
@@ -59,7 +60,7 @@ def color_key(figure: Figure, image: Any, grid: Any, marks: dict[float, str], la
     bar.set_ticks(list(marks), labels=list(marks.values()))
     bar.set_label(label, fontsize=8, color=MUTED)
     bar.ax.tick_params(labelsize=8, colors=MUTED, length=3)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
 
 
 def plain_text(text: str) -> str:

@@ -123,7 +123,7 @@ def requires_token(address: str) -> bool | None:
         try:
             check_head_alive(channel, _REQUEST_TIMEOUT_S)
         except grpc.RpcError as error:
-            code = error.code()  # pyright: ignore[reportAttributeAccessIssue]
+            code = error.code()
             return True if code == grpc.StatusCode.UNAUTHENTICATED else None
         return False
     return None

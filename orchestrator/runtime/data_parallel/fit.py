@@ -33,7 +33,7 @@ _UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 _CANCEL_SECONDS = 5.0
 
 
-class LeanTrainer(TorchTrainer):
+class LeanTrainer(TorchTrainer):  # pyrefly: ignore[invalid-inheritance]
     """Ray Train's trainer without the actors that only Tune and Ray Data need."""
 
     cancel: Callable[[], Any] | None = None
@@ -125,7 +125,7 @@ def _trainer(work: Work, assignment: Assignment, workers: int, gpu: bool) -> Lea
     return LeanTrainer(
         work,
         train_loop_config={"assignment": ray.put(assignment)},
-        torch_config=RendezvousConfig(backend),  # pyright: ignore[reportArgumentType]
+        torch_config=RendezvousConfig(backend),
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=gpu,

@@ -105,7 +105,7 @@ class HostPool:
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=host_id
         )
-        actor = ExpertHost.options(  # pyright: ignore[reportAttributeAccessIssue]
+        actor = ExpertHost.options(  # pyrefly: ignore[missing-attribute]
             num_cpus=0 if self._gpu else 1,
             num_gpus=1 if self._gpu else 0,
             scheduling_strategy=strategy,

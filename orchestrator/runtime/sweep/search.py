@@ -85,7 +85,7 @@ class TrialSearcher(NotPickled, Searcher):
             self._last_number = max(self._last_number, row.trial)
             source.tell(row.point, score)
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # pyrefly: ignore[bad-override]
         """Return the configuration of the next trial, or Tune's mark for the end of the search."""
         repeated = 0
         while not self._finished and len(self._scores) < self._rules.max_trials and repeated < _MAX_REPEATED:

@@ -183,7 +183,7 @@ class _WorkerGroup:
 
     def _start_worker(self, group: PlacementGroup, rank: int) -> Any:
         bundle = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
-        return ExpertHost.options(  # pyright: ignore[reportAttributeAccessIssue]
+        return ExpertHost.options(  # pyrefly: ignore[missing-attribute]
             num_cpus=0 if self._setup.on_gpu else self._setup.cores,
             num_gpus=1 if self._setup.on_gpu else 0,
             scheduling_strategy=bundle,

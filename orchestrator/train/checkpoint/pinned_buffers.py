@@ -117,7 +117,7 @@ class PinnedBuffers:
             ) from error
         # It holds the buffer: pages that are unmapped while pinned cannot be pinned again.
         unpin = weakref.finalize(self, _unregister, buffer)
-        unpin.atexit = False  # CUDA may have ended before
+        unpin.atexit = False  # CUDA may have ended before  # pyrefly: ignore[missing-attribute]
         self._unpins[buffer.data_ptr()] = unpin
         return buffer
 

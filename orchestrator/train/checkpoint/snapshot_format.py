@@ -174,7 +174,7 @@ class CollectedPart:
         """Copy the part. The bytes are complete once the device has done what it was given."""
         if self.tensors:
             views = self.layout.views(buffer)
-            torch._foreach_copy_(views, self.tensors, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(views, self.tensors, non_blocking=True)
         # The text is written while the device still copies.
         data = buffer.numpy()[: self.num_bytes]
         data[self.layout.tensor_bytes :] = np.frombuffer(self.text, dtype=np.uint8)

@@ -209,7 +209,7 @@ class _DecodedItems:
     def __init__(self, source: Source) -> None:
         self._source = source
         if hasattr(source, "collate"):
-            self.collate = source.collate  # pyright: ignore[reportAttributeAccessIssue]
+            self.collate = source.collate
         self.worker_init = getattr(source, "worker_init", None)
 
     def __getitem__(self, item: Any) -> Any:

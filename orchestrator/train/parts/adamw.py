@@ -17,7 +17,7 @@ from experts.kernels.launching import Tile, available, launch, num_blocks
 from experts.weight_copy import WeightCopy
 
 if TYPE_CHECKING:
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.language as tl
 else:
     tl = None  # until the first launch
 
@@ -53,7 +53,7 @@ class AdamW(torch.optim.AdamW):
         self.copies: Mapping[Tensor, WeightCopy] = {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         del closure
         large = [self._take_large(group) for group in self.param_groups]
         self._step_small()
@@ -79,13 +79,13 @@ class AdamW(torch.optim.AdamW):
         if not taken:
             return
         counters = [self._state(parameter)["step"] for parameter, _ in taken]
-        torch._foreach_add_(counters, 1)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(counters, 1)
         numbers_PN = self._numbers(group, torch.stack(counters))
         for (parameter, gradient), numbers_N in zip(taken, numbers_PN, strict=True):
             self._update(parameter, gradient, numbers_N, group)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:
-            torch._foreach_sub_(counters, [found_inf] * len(counters))  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_sub_(counters, [found_inf] * len(counters))
 
     def _numbers(self, group: dict[str, Any], counter_P: Tensor) -> Tensor:
         """Return the numbers of each parameter's update, on the device, from the steps that it counts.

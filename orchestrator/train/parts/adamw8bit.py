@@ -37,7 +37,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self._tables: dict[tuple[bool, torch.device, torch.dtype], Table] = {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
         del closure
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -28,7 +28,7 @@ def is_communication_error(error: BaseException) -> bool:
     An error that a user's own code raises is the user's, whatever its message. An error without frames came
     from another process; its message alone decides.
     """
-    if isinstance(error, torch._C._DistError | GroupLeft):  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(error, torch._C._DistError | GroupLeft):
         return True
     if not isinstance(error, RuntimeError):
         return False

@@ -15,7 +15,7 @@ from torch import Tensor
 from experts.kernels.launching import Tile, available, launch, num_blocks
 
 if TYPE_CHECKING:
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.language as tl
 else:
     tl = None  # until the first launch
 
@@ -49,7 +49,7 @@ def _norms_by_torch(gradients: list[Tensor]) -> list[Tensor]:
     norms: dict[int, Tensor] = {}
     for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
         places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
-        of_type = torch._foreach_norm([gradients[place] for place in places], 2, wide)  # pyright: ignore[reportPrivateImportUsage]
+        of_type = torch._foreach_norm([gradients[place] for place in places], 2, wide)
         norms |= dict(zip(places, of_type, strict=True))
     return list(torch.stack([norms[place] for place in sorted(norms)]).double()) if norms else []
 

@@ -39,7 +39,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw.state = self.state
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
         del closure
         group = self.param_groups[0]
         for parameter in group["params"]:

@@ -174,6 +174,6 @@ def scale_gradients(gradients: list[Tensor], factor: float | Tensor) -> None:
     if isinstance(factor, Tensor):
         # The widest type: the factor of gradients of several types is not rounded to a shorter one.
         factor = factor.to(reduce(torch.promote_types, (gradient.dtype for gradient in gradients)))
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(gradients, factor)
     elif factor != 1.0:
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(gradients, factor)

@@ -30,4 +30,5 @@ def reshard_all(model: nn.Module) -> None:
     where the shards have changed since."""
     for module in model.modules():
         if is_sharded(module):
-            module.reshard()  # pyright: ignore[reportCallIssue]
+            sharded: Any = module
+            sharded.reshard()

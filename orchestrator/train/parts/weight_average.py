@@ -44,7 +44,7 @@ class WeightAverage:
                 # with a gradient it is empty only where the optimizer keeps none, as SGD.
                 state[SLOT] = parameter.detach().clone()
         if averages:
-            torch._foreach_lerp_(averages, weights, 1 - self._decay)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_lerp_(averages, weights, 1 - self._decay)
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:

@@ -67,4 +67,4 @@ def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
     if len(targets) == 1:
         targets[0].copy_(sources[0], non_blocking=True)
     else:
-        torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(targets, sources, non_blocking=True)

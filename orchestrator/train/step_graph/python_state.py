@@ -167,7 +167,7 @@ class _Same:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and other._value is self._value
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    __hash__ = None
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]] | None:

@@ -105,7 +105,7 @@ class DDPStrategy(Strategy):
         return DistributedDataParallel(
             _LossModule(self.task, self.model),
             # Buffers are broadcast once per step in begin_step, not in every forward pass.
-            **_without_buffer_sync(),  # pyright: ignore[reportArgumentType]
+            **_without_buffer_sync(),
             init_sync=False,  # the constructor has broadcast the weights
             process_group=self.world.process_group,
             bucket_cap_mb=options.bucket_cap_mb,
@@ -170,7 +170,7 @@ class DDPStrategy(Strategy):
             )
 
 
-def _without_buffer_sync() -> dict[str, bool]:
+def _without_buffer_sync() -> dict[str, Any]:
     """Return the argument that turns DDP's own buffer broadcasts off; its name depends on torch's version."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

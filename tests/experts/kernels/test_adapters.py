@@ -37,7 +37,7 @@ def summed(bank: ExpertBank, adapters: Adapters) -> ExpertBank:
             weights = weights + adapters.scale * torch.einsum("ekr,ern->ekn", first, second)
         delattr(plain, f"{role}_{group.hidden}")
         setattr(plain, f"{role}_{group.hidden}", weights)
-    plain.get_parameter = lambda target: getattr(plain, target)  # pyright: ignore[reportAttributeAccessIssue]
+    plain.get_parameter = lambda target: getattr(plain, target)
     plain.kernel = "loop"
     return plain
 

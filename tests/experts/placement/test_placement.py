@@ -263,7 +263,7 @@ def test_an_assignment_of_the_user_is_checked() -> None:
         with pytest.raises(
             ValueError, match=r"puts expert 1 on host .*; hosts are whole numbers from 0 to 1"
         ):
-            placement_of([0, wrong, 0], experts, hosts)  # pyright: ignore[reportArgumentType]
+            placement_of([0, wrong, 0], experts, hosts)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(CannotPlace, match="host 1 would hold experts of 6 B; it has memory for 5 B"):
         placement_of([1, 1], [ExpertCost(1, 3)] * 2, [HostFacts(1), HostFacts(1, 5)])
 

@@ -132,7 +132,8 @@ def test_a_row_costs_the_size_of_its_expert() -> None:
 
 def test_speeds_count_as_equal_unless_all_are_known() -> None:
     for speed in (None, 0, -1, "inf", "nan", "fast"):
-        assert parsed(LAYER, hosts=[host(0, 3.0), host(1, speed)]).speeds == (1.0, 1.0)  # type: ignore[arg-type]
+        # pyrefly: ignore[bad-argument-type]
+        assert parsed(LAYER, hosts=[host(0, 3.0), host(1, speed)]).speeds == (1.0, 1.0)
 
 
 def test_experts_of_unknown_hosts_count_for_no_host() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,9 +104,8 @@ def test_a_folder_without_a_sweep_is_refused(tmp_path: Path) -> None:
         read_sweep_record(tmp_path)
 
 
-def measured(trial: int, speed: float, interval: float | None = 0.02, **metrics: object) -> TrialRow:
-    values: dict[str, float] = metrics  # pyright: ignore[reportAssignmentType]
-    return TrialRow(trial, {}, "completed", samples_per_second=speed, interval=interval, metrics=values)
+def measured(trial: int, speed: float, interval: float | None = 0.02, **metrics: Any) -> TrialRow:
+    return TrialRow(trial, {}, "completed", samples_per_second=speed, interval=interval, metrics=metrics)
 
 
 def numbers(rows: list[TrialRow]) -> list[int]:

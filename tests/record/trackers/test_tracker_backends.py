@@ -54,7 +54,7 @@ def read_wandb(tracker: Any, run_dir: Path) -> tuple[dict[str, Points], str]:
     points: dict[str, Points] = {}
     while offset < len(data):
         end = offset + 7 + int.from_bytes(data[offset + 4 : offset + 6], "little")
-        record: Any = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
+        record: Any = wandb_internal_pb2.Record()
         record.ParseFromString(data[offset + 7 : end])
         row = {
             "".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item

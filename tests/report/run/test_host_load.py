@@ -68,7 +68,8 @@ def test_loads_under_an_earlier_placement_do_not_count(tmp_path):
     result = load_of(tmp_path, PLACED, load(10, [1, 1]), load(20, [1, 1]), moved, load(30, [9, 1]))
     assert result is not None
     assert result.steps == (21, 30)
-    assert load_of(tmp_path, PLACED, load(20, [1, 1]), moved).steps is None  # type: ignore[union-attr]
+    # pyrefly: ignore[missing-attribute]
+    assert load_of(tmp_path, PLACED, load(20, [1, 1]), moved).steps is None
 
 
 def test_different_speeds_are_shown(tmp_path):

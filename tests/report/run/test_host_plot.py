@@ -42,8 +42,8 @@ def test_no_label_overlaps_another_or_leaves_the_picture(tmp_path, name):
             *axes.get_xticklabels(),
             *axes.get_yticklabels(),
             axes.xaxis.label,
-            axes._left_title,  # type: ignore[attr-defined]
-            axes._right_title,  # type: ignore[attr-defined]
+            axes._left_title,  # pyrefly: ignore[missing-attribute]
+            axes._right_title,  # pyrefly: ignore[missing-attribute]
         ]
         boxes = [
             (text.get_text(), text.get_window_extent(canvas.get_renderer()))

@@ -280,7 +280,7 @@ def test_uneven_experts_of_one_device_do_not_slow_a_run(tmp_path):
 
 def test_a_finding_is_a_frozen_value(tmp_path):
     with pytest.raises(dataclasses.FrozenInstanceError):
-        verdict_of(tmp_path).kind = "data"  # type: ignore[misc]
+        verdict_of(tmp_path).kind = "data"  # pyrefly: ignore[read-only]
 
 
 def test_exchange_chunks_are_advised_if_compute_can_overlap_the_exchange(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+from ray._raylet import AuthenticationTokenLoader  # pyrefly: ignore[missing-module-attribute]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from orchestrator.errors import ResourceError
@@ -159,7 +159,7 @@ def fake_head(requires: bool) -> Iterator[str]:
             assert "authorization" not in keys, "the request has a token"
             if requires:
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
-            return gcs_service_pb2.CheckAliveReply()  # pyright: ignore[reportAttributeAccessIssue]
+            return gcs_service_pb2.CheckAliveReply()
 
     server = grpc.server(ThreadPoolExecutor(1))
     gcs_service_pb2_grpc.add_NodeInfoGcsServiceServicer_to_server(Nodes(), server)

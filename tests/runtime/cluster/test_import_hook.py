@@ -63,7 +63,7 @@ def test_a_process_without_our_code_can_run_the_hook(tmp_path: Path) -> None:
 
     modules = ("colorsys", "orchestrator.errors")
     hooks = [make_importer(modules, "/elsewhere/__init__.py", MARKER) for _ in range(2)]
-    pickles = [cloudpickle.dumps(hook) for hook in hooks]  # pyright: ignore[reportPrivateImportUsage]
+    pickles = [cloudpickle.dumps(hook) for hook in hooks]
     assert pickles[0] == pickles[1]
     (tmp_path / "hook").write_bytes(pickles[0])
     code = (

@@ -25,7 +25,7 @@ def pool(shared_cluster: RayCluster) -> Iterator[IdlePool]:
 def test_calls_return_fail_or_show_that_a_host_is_lost(pool: IdlePool) -> None:
     pool.start(0, 1, 2)
     pool.join(0, 2, 0, 1)
-    calls = GroupCalls(pool)  # pyright: ignore[reportArgumentType]
+    calls = GroupCalls(pool)  # pyrefly: ignore[bad-argument-type]
     calls.set_members((2, 0, 1))
     actions = {2: ("go on", 5), 0: ("fail", 0), 1: ("wait", 0)}
     calls.call_all(lambda actor, host_id, rank: actor.advance.remote(actions[host_id]))
@@ -44,7 +44,7 @@ def test_calls_return_fail_or_show_that_a_host_is_lost(pool: IdlePool) -> None:
 def test_a_dropped_host_is_ended_and_not_waited_for(pool: IdlePool) -> None:
     pool.start(2)
     pool.join(0, 2)
-    calls = GroupCalls(pool)  # pyright: ignore[reportArgumentType]
+    calls = GroupCalls(pool)  # pyrefly: ignore[bad-argument-type]
     calls.set_members((2,))
     assert not calls.has_failed
     calls.call_all(lambda actor, host_id, rank: actor.advance.remote(("wait", 0)))
@@ -58,7 +58,7 @@ def test_a_dropped_host_is_ended_and_not_waited_for(pool: IdlePool) -> None:
 def test_rounds_of_calls_end_in_order_and_the_first_error_of_a_host_counts(pool: IdlePool) -> None:
     pool.start(0, 1)
     pool.join(0, 0, 1)
-    calls = GroupCalls(pool)  # pyright: ignore[reportArgumentType]
+    calls = GroupCalls(pool)  # pyrefly: ignore[bad-argument-type]
     calls.set_members((0, 1))
     for number, action in enumerate(("go on", "fail", "go on")):
         calls.queue_all(lambda actor, host_id, rank, job=(action, number): actor.advance.remote(job))
@@ -75,7 +75,7 @@ def test_rounds_of_calls_end_in_order_and_the_first_error_of_a_host_counts(pool:
 def test_a_dropped_host_leaves_every_round(pool: IdlePool) -> None:
     pool.start(0, 1)
     pool.join(0, 0, 1)
-    calls = GroupCalls(pool)  # pyright: ignore[reportArgumentType]
+    calls = GroupCalls(pool)  # pyrefly: ignore[bad-argument-type]
     calls.set_members((0, 1))
     for _ in range(2):
         calls.queue_all(lambda actor, host_id, rank: actor.advance.remote(("wait", 0)))

@@ -33,7 +33,7 @@ def pool(session: None) -> Iterator[IdlePool]:
 
 
 def make_store(pool: IdlePool, warn: Callable[[str], None] = print) -> SnapshotStore:
-    return SnapshotStore(pool, warn)  # pyright: ignore[reportArgumentType]
+    return SnapshotStore(pool, warn)  # pyrefly: ignore[bad-argument-type]
 
 
 def collect_until(store: SnapshotStore, condition: Callable[[], bool]) -> None:
@@ -176,7 +176,7 @@ def test_a_node_without_memory_for_backups_gets_none(pool: IdlePool) -> None:
     pool.node_ids = (pool.node_ids[0], "another node")
     pool.start(0, 1)
     pool.join(0, 0, 1)
-    store = SnapshotStore(pool, print, backups=False)  # pyright: ignore[reportArgumentType]
+    store = SnapshotStore(pool, print, backups=False)  # pyrefly: ignore[bad-argument-type]
     store.follow(0, (0, 1))
     pool.advance("put", 1, 0, 1)
     collect_until(store, lambda: store.step == 1)

@@ -203,7 +203,7 @@ class FaultSchedule:
 
 def _victim(name: int | Sequence[int] | VictimKind) -> Victim:
     if isinstance(name, str):
-        return Victim(name)  # pyright: ignore[reportArgumentType]
+        return Victim(name)
     return Victim("ranks", (name,) if isinstance(name, int) else tuple(name))
 
 

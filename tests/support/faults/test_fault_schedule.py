@@ -76,9 +76,9 @@ IMPOSSIBLE: dict[str, Callable[[], Any]] = {
     "no rank is named": lambda: Victim("ranks"),
     "a rank and a kind are named": lambda: Victim("idle", (1,)),
     "a rank below zero": lambda: Victim("ranks", (-1,)),
-    "an unknown phase": lambda: Moment("lunch"),  # pyright: ignore[reportArgumentType]
+    "an unknown phase": lambda: Moment("lunch"),  # pyrefly: ignore[bad-argument-type]
     "seconds inside a step": lambda: Moment("forward", 3, 1.0),
-    "an unknown fault": lambda: Fault("flood", RANK_0, Moment()),  # pyright: ignore[reportArgumentType]
+    "an unknown fault": lambda: Fault("flood", RANK_0, Moment()),  # pyrefly: ignore[bad-argument-type]
     "a driver with a rank": lambda: Fault("driver", RANK_0, Moment()),
     "a kill of nobody": lambda: Fault("sigkill", Victim("nobody"), Moment()),
     "an exception from outside": lambda: Fault("exception", RANK_0, Moment("anywhere", 3)),

@@ -25,7 +25,8 @@ class IdlePool:
 
     def start(self, *host_ids: int) -> None:
         for host_id in host_ids:
-            self.actors[host_id] = ExpertHost.options(num_cpus=0, max_restarts=0).remote()  # pyright: ignore[reportAttributeAccessIssue]
+            # pyrefly: ignore[missing-attribute]
+            self.actors[host_id] = ExpertHost.options(num_cpus=0, max_restarts=0).remote()
 
     def actor(self, host_id: int) -> Any:
         return self.actors[host_id]

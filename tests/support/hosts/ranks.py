@@ -205,7 +205,7 @@ def gloo(rank: int, size: int, store_path: str, timeout_s: float = 60.0) -> Iter
     """The default process group of a rank, over gloo."""
     import torch.distributed as dist
 
-    store = dist.FileStore(store_path, size)  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.FileStore(store_path, size)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     try:

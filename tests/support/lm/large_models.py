@@ -86,7 +86,7 @@ class LargeModel(Task):
     unit = "tokens"
 
     @property
-    def units_per_sample(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def units_per_sample(self) -> int:  # pyrefly: ignore[bad-override]
         return self.sequence_length
 
     def build_model(self) -> nn.Module:

@@ -44,7 +44,7 @@ def chat_tokenizer(*, template: str | None = PLAIN_CHATML, adds_bos: bool = Fals
 
     backend = Tokenizer.from_str(_trained(merges))
     if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        backend.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", special_tokens=[(BOS, SPECIAL_TOKENS.index(BOS))]
         )
     tokenizer = PreTrainedTokenizerFast(
@@ -66,8 +66,8 @@ def _trained(merges: int) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=len(SPECIAL_TOKENS) + BYTES + merges,
         special_tokens=list(SPECIAL_TOKENS),

@@ -276,7 +276,7 @@ def test_packed_documents_have_the_loss_metrics_and_gradients_of_whole_logits(
     assert int((batch["position_ids"] == 0).sum()) > 9
     assert bool((batch["labels"] == NO_LABEL).any())
     expected, expected_gradients = task_step(task, model, batch)
-    with chunks(model.config.vocab_size) as calls:  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    with chunks(model.config.vocab_size) as calls:  # pyrefly: ignore[missing-attribute]
         found, gradients = task_step(task, model, batch)
     assert calls.called
     torch.testing.assert_close(found.sum, expected.sum, rtol=1e-12, atol=0)
@@ -305,7 +305,7 @@ def test_the_same_pass_has_the_same_bits(config: Config) -> None:
     batch = task.train_data().gather(torch.arange(3))
     torch.use_deterministic_algorithms(True)
     try:
-        with chunks(model.config.vocab_size):  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        with chunks(model.config.vocab_size):  # pyrefly: ignore[missing-attribute]
             task_step(task, model, batch)
             first, gradients = task_step(task, model, batch)
             again, same = task_step(task, model, batch)

@@ -251,7 +251,7 @@ def test_a_metric_that_workers_cannot_reduce_is_refused_before_the_run(
     tmp_path: Path, metric: Any, message: str
 ) -> None:
     task = Measured()
-    task.metrics = {"own": metric}  # pyright: ignore[reportIncompatibleVariableOverride]
+    task.metrics = {"own": metric}
     trainer = Trainer(task=task, config=Config.of(run_dir=tmp_path), quiet=True)
     with pytest.raises(UserError, match=message):
         trainer.prepare()

@@ -132,7 +132,7 @@ def test_rows_of_parquet_are_named_by_file_and_row(tmp_path: Path) -> None:
     feed = feed_of(ParquetRows(tmp_path, transform=as_number))
     steps, _ = read(feed)
     assert sorted(chain.from_iterable(steps)) == sorted(set(range(ROWS)) - BAD_ROWS)
-    named = feed_of(ParquetRows(tmp_path)).data.name_of(31)  # pyright: ignore[reportAttributeAccessIssue]
+    named = feed_of(ParquetRows(tmp_path)).data.name_of(31)  # pyrefly: ignore[missing-attribute]
     assert named == f"{tmp_path}/b.parquet, row 12"
 
 

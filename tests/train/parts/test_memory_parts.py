@@ -160,8 +160,7 @@ def parts_of_rank(rank: int, size: int, store: str, sharding: str) -> tuple[dict
         stepper, feed = make_stepper(Synthetic(Config.of(**SETTINGS)), 4, 8, world=world, sharding=sharding)
         run_steps(stepper, feed, 1)
         local: list[Tensor] = [
-            p.to_local() if hasattr(p, "to_local") else p  # pyright: ignore
-            for p in stepper.strategy.model.parameters()
+            p.to_local() if hasattr(p, "to_local") else p for p in stepper.strategy.model.parameters()
         ]
         return stepper.state_memory.parts, sum(tensor.nbytes for tensor in local)
 

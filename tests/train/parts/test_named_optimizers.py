@@ -159,7 +159,7 @@ class NoState(torch.optim.Optimizer):
     """Steps along the gradient, without any state, as a task's own optimizer may."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
         del closure
         for parameter in self.param_groups[0]["params"]:
             assert not self.state[parameter].keys() - {SLOT}

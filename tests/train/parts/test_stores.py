@@ -142,7 +142,7 @@ def test_values_that_no_worker_of_the_run_wrote_count_as_missing() -> None:
         values += [bytes(changed), generator.randbytes(generator.randrange(300))]
     for value in values:
         # Bytes that are not UTF-8 reach the store of another client as they are.
-        store.set("key", value)  # pyright: ignore[reportArgumentType]
+        store.set("key", value)  # pyrefly: ignore[bad-argument-type]
         assert find_value(store, "key", SECRET) is None, value[:100]
     store.set("key", good.decode())
     assert find_value(store, "key", SECRET) == ({"a": 1}, ["key"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -28,9 +29,9 @@ class KilledAt:
             return action
         return lambda *arguments: self._each(name, *arguments)
 
-    def _each(self, name: str, *arguments: object) -> None:
+    def _each(self, name: str, *arguments: Any) -> None:
         # Objects are removed one after the other.
-        parts = [([file],) for file in arguments[0]] if name == "remove" else [arguments]  # pyright: ignore
+        parts = [([file],) for file in arguments[0]] if name == "remove" else [arguments]
         for part in parts:
             if self._operations_left == 0:
                 raise RemoteError("killed")
@@ -101,7 +102,7 @@ def test_a_kill_at_any_operation_of_an_upload_loses_no_published_checkpoint(
     RemoteCheckpoints(folder).upload(save(store, 20), nothing)
     RemoteCheckpoints(folder).upload(save(store, 40), nothing)
     again = save_checkpoint(store, 40, small_contents(41))  # step 40 once more, with other weights
-    killed = RemoteCheckpoints(KilledAt(folder, operation))  # pyright: ignore[reportArgumentType]
+    killed = RemoteCheckpoints(KilledAt(folder, operation))  # pyrefly: ignore[bad-argument-type]
     try:
         killed.upload(again, nothing)
         killed.retain(1, best_step=None)
@@ -160,7 +161,7 @@ def test_a_checkpoint_that_a_killed_start_has_half_abandoned_is_removed_in_its_t
     checkpoints = RemoteCheckpoints(folder)
     checkpoints.upload(save(store, 20), nothing)
     with pytest.raises(RemoteError, match="killed"):
-        RemoteCheckpoints(KilledAt(folder, 1)).abandon_after(10)  # pyright: ignore[reportArgumentType]
+        RemoteCheckpoints(KilledAt(folder, 1)).abandon_after(10)  # pyrefly: ignore[bad-argument-type]
     checkpoints.upload(save(store, 30), nothing)
     checkpoints.retain(1, best_step=None)
     assert {file.partition("/")[0] for file in folder.files()} == {"step_00000030"}

@@ -95,7 +95,7 @@ EVOLVING: dict[str, Any] = SMALL | {
 def prepare(run_dir: Path, **settings: Any) -> PreparedRun:
     config = Config.of(**EVOLVING | settings, run_dir=run_dir)
     prepared = Trainer(config=config, quiet=True).prepare()
-    prepared.task.schedule = lambda: _there_and_back  # pyright: ignore[reportAttributeAccessIssue]
+    prepared.task.schedule = lambda: _there_and_back
     return prepared
 
 
