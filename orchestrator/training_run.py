@@ -52,8 +52,9 @@ class TrainingRun:
         """Train in this process, to the end."""
         from orchestrator.train.parts.world import World
         from orchestrator.train.remote.run import mirroring
+        from orchestrator.train.requests import Requests
         from orchestrator.train.worker.final_model import final_model
-        from orchestrator.train.worker.observers import open_event_log, requests_of, stop_on_signal
+        from orchestrator.train.worker.observers import open_event_log, stop_on_signal, with_requests_of
         from orchestrator.train.worker.run import Supervision, count_starts, record_failure, run_worker
         from orchestrator.train.worker.torch_settings import preserved_random_state
 
@@ -68,7 +69,8 @@ class TrainingRun:
             mirroring(self.remote, log, config.checkpoint.keep),
         ):
             self._show_banner(prepared, run_dir)
-            supervision = Supervision(requests_of(stop_requested, self.callbacks))
+            take_requests = with_requests_of(self.callbacks, lambda: Requests(stop_requested()))
+            supervision = Supervision(take_requests, callbacks=self.callbacks)
             try:
                 outcome, model = run_worker(prepared, world, run_dir, log, supervision)
                 model = final_model(prepared, run_dir, log, start_s, model, log.held)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from orchestrator import Callback, Config, Request, Trainer
 from orchestrator.config.space_parser import parse_space
 from orchestrator.config.sweep import Sweep
 from orchestrator.errors import TaskFailed, UserError
-from orchestrator.record.callbacks.callback_values import EndInfo, EvaluationInfo, StartInfo, StepInfo
+from orchestrator.record.callbacks.callback_values import (
+    EndInfo,
+    EvaluationInfo,
+    ModelInfo,
+    StartInfo,
+    StepInfo,
+)
 from orchestrator.record.files.events import of_kind, read_events
-from tests.support.runs.loop_runs import SMALL
+from tests.support.runs.loop_runs import SMALL, losses_in
 
 
 def settings(run_dir: Path, **more: Any) -> Config:
@@ -113,6 +124,72 @@ def test_an_error_of_a_callback_ends_the_run_if_asked(tmp_path: Path) -> None:
     with pytest.raises(TaskFailed, match="ZeroDivisionError: at step 1"):
         Trainer(callbacks=[Failing(), journal], config=config, quiet=True).fit()
     assert journal.calls == [("start", 0), ("step", 1), ("failure", 1), ("failed", 1)]
+
+
+class LookAtModel(Callback):
+    """Keeps when it saw the model, with a norm of its weights; and disturbs what a run must not notice."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, int]] = []
+
+    def on_model(self, moment: ModelInfo, model: nn.Module) -> Request | None:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        self.seen.append((moment.after, moment.step, moment.epoch))
+        model.train()
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        norm = sum(parameter.square().sum().item() for parameter in model.parameters())
+        return Request(log={"norm": norm}, stop="seen enough" if moment.step == 4 else None)
+
+
+def test_a_callback_sees_the_model_and_a_run_does_not_notice(tmp_path: Path) -> None:
+    look = LookAtModel()
+    more = {"evaluate_every": 2, "gate_jitter": 0.1, "max_steps": 4}
+    result = Trainer(callbacks=[look], config=settings(tmp_path / "run", **more), quiet=True).fit()
+    alone = Trainer(config=settings(tmp_path / "alone", **more), quiet=True).fit()
+    assert losses_in(tmp_path / "run") == losses_in(tmp_path / "alone")
+    assert result.summary["reason"] == "LookAtModel.on_model asked to stop: seen enough"
+    assert [seen for seen in look.seen if seen[0] == "step"] == [("step", step, 0) for step in (1, 2, 3, 4)]
+    assert [seen for seen in look.seen if seen[0] == "evaluate"] == [("evaluate", 2, 0), ("evaluate", 4, 0)]
+    assert ("checkpoint", 4, 0) in look.seen
+    last = of_kind(read_events(tmp_path / "run" / "events.jsonl"), "log")[-1]
+    expected = sum(parameter.square().sum().item() for parameter in alone.model.parameters())
+    assert last["values"]["norm"] == pytest.approx(expected)
+
+
+class ChangeWeight(Callback):
+    def on_model(self, moment: ModelInfo, model: nn.Module) -> None:
+        if moment.step == 2:
+            next(model.parameters()).mul_(2)
+
+
+def test_a_callback_that_changes_a_weight_ends_the_run(tmp_path: Path) -> None:
+    """Also where errors of callbacks are warnings: no checkpoint may have the changed weight."""
+    trainer = Trainer(callbacks=[ChangeWeight()], config=settings(tmp_path / "run"), quiet=True)
+    with pytest.raises(UserError, match=r"a callback has changed '.+' of the model in on_model after step 2"):
+        trainer.fit()
+    assert not of_kind(read_events(tmp_path / "run" / "events.jsonl"), "checkpoint")
+
+
+class FailingWithModel(Callback):
+    def on_model(self, moment: ModelInfo, model: nn.Module) -> None:
+        raise ZeroDivisionError(f"{type(model).__name__} after step {moment.step}")
+
+
+@pytest.mark.parametrize("errors", ["warn", "raise"])
+def test_an_error_with_the_model_is_like_any_of_a_callback(tmp_path: Path, errors: str) -> None:
+    config = settings(tmp_path / "run", max_steps=3, callback_errors=errors)
+    trainer = Trainer(callbacks=[FailingWithModel()], config=config, quiet=True)
+    if errors == "raise":
+        with pytest.raises(TaskFailed, match="after step 1"):
+            trainer.fit()
+        return
+    assert trainer.fit().summary["steps"] == 3
+    first, last = of_kind(read_events(tmp_path / "run" / "events.jsonl"), "warning")
+    assert "ZeroDivisionError" in first["message"]
+    assert re.search(r"FailingWithModel.on_model failed \d+ times", last["message"])
 
 
 class FailingAtEnd(Callback):

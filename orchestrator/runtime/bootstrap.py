@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import ray
+from ray import cloudpickle
 
 from orchestrator.errors import UserError
 from orchestrator.redaction import Secrets, mask_error, masked_stream
@@ -32,6 +33,7 @@ from orchestrator.runtime.node_folder import WORKER, used_node_folder
 
 # The driver imports this module before it plans a run; torch is imported where it is needed.
 if TYPE_CHECKING:
+    from orchestrator.record.callbacks.callbacks import CallbackRunner
     from orchestrator.record.files.log import Log
     from orchestrator.train.remote.node_start import NodeStart
     from orchestrator.train.remote.remote_start import RemoteStart
@@ -64,6 +66,8 @@ class Assignment:
     """The driver's end of a link to its run folder, if the nodes share no disk."""
     start: RemoteStart | None = None
     """The checkpoint of another remote run that this one begins with."""
+    callbacks: tuple[str | bytes, ...] = ()
+    """Callbacks that look at the model: their names, or the pickled objects of a Python program."""
     secret: str = field(default_factory=token_hex, repr=False)
     """By it the driver and the workers know each other's values in the rendezvous store."""
 
@@ -230,6 +234,26 @@ def open_log(assignment: Assignment, rank: int) -> Iterator[Log]:
         yield log
     finally:
         log.close()
+
+
+def model_callbacks(assignment: Assignment, rank: int, log: Log) -> CallbackRunner:
+    """Return the callbacks that look at the model in this process: none, but on the main worker.
+
+    A worker that replaces a lost one makes them anew."""
+    from orchestrator.record.callbacks.callbacks import CallbackRunner
+    from orchestrator.tasks.named_object import make_named_object
+
+    config = assignment.prepared.resolved.config
+    sources = assignment.callbacks if rank == 0 else ()
+    callbacks = [
+        make_named_object("callback", source, config)
+        if isinstance(source, str)
+        else cloudpickle.loads(source)
+        for source in sources
+    ]
+    runner = CallbackRunner(callbacks, config.watch.callback_errors == "raise")
+    runner.bind(assignment.run_dir, config, log.write)
+    return runner
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,18 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import ray
+from ray import cloudpickle
 
+from orchestrator.config.settings import Config
 from orchestrator.config.writer import to_json
-from orchestrator.errors import TrainingFailed
+from orchestrator.errors import TrainingFailed, UserError
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
-from orchestrator.record.callbacks.callbacks import CallbackRunner
+from orchestrator.record.callbacks.callbacks import CallbackRunner, callbacks_of_model
 from orchestrator.record.files.events import (
     DriverLog,
     Event,
@@ -58,6 +60,7 @@ from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import count_starts, record_failure
 from orchestrator.train.worker.run_dir import how_to_resume
+from orchestrator.types import first_line
 
 _POLL_SECONDS = 0.1
 _MAX_LOG_BYTES = 2**22
@@ -333,7 +336,11 @@ class _Driver:
     def _attempt(self, workers: int, gpu: bool, resume: ResumeFrom | None) -> AttemptResult:
         """Run one group of workers from its start to its end."""
         groups_before = placement_groups()
-        assignment = replace(make_assignment(self.prepared, self.run_dir, resume), link=self._link)
+        assignment = replace(
+            make_assignment(self.prepared, self.run_dir, resume),
+            link=self._link,
+            callbacks=_sent_callbacks(self.prepared.resolved.config, self.requests.callbacks),
+        )
         attempt = self.start(assignment, workers, gpu, self.record.log, self.record.recovery_log)
         succeeded = False
         try:
@@ -360,6 +367,24 @@ def make_assignment(prepared: PreparedRun, run_dir: Path, resume: ResumeFrom | N
     nonce = (run_dir / "logs" / NONCE_FILE).read_text(encoding="utf-8")
     start = remote_start(config)
     return Assignment(prepared.with_secrets(), run_dir, Path.cwd(), nonce, resume, start=start)
+
+
+def _sent_callbacks(config: Config, callbacks: CallbackRunner) -> tuple[str | bytes, ...]:
+    """Return the callbacks that look at the model as the main worker gets them: names or pickled objects."""
+    sources = callbacks_of_model(config, callbacks.callbacks)
+    return tuple(source if isinstance(source, str) else _pickled(source) for source in sources)
+
+
+def _pickled(callback: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(callback)  # pyright: ignore[reportPrivateImportUsage]
+    except Exception as error:
+        name = type(callback).__name__
+        raise UserError(
+            f"the callback {name} has on_model, which the main worker calls on a copy; it cannot be copied: "
+            f"{first_line(error)}. Open files and connections in on_model itself, or give the callback by "
+            f"its name (callbacks='package.module:{name}')"
+        ) from None
 
 
 def _available_slots(workers: int, gpu: bool) -> int:

@@ -14,6 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from orchestrator.errors import ResourceError
+from orchestrator.record.callbacks.callback_values import ModelMoment
 from orchestrator.train.data import StepBatch
 from orchestrator.train.memory_watch import MemoryWatch, known_parts
 from orchestrator.train.parts.memory import free_cached, release_idle
@@ -55,6 +56,7 @@ class Loop:
         world = training.stepper.world
         self._votes = RequestVotes(world.device, world.size, hooks.take_requests)
         self._after_step = hooks.after_step
+        self._show_model = hooks.show_model
         self._monitor = hooks.monitor
         self._heartbeat = training.heartbeat
         self._first_step = training.progress.step
@@ -133,6 +135,7 @@ class Loop:
                     return Outcome("completed", f"{counted(progress.step, 'step')} done")
                 votes = self._train_step(batch)
                 self._change_experts()
+                self._let_look("step")
                 if _is_due(self._cadence.evaluate_every, progress.step) and self._out_of_patience():
                     return self._stopped_early()
                 if _is_due(self._cadence.checkpoint_every, progress.step):
@@ -254,6 +257,12 @@ class Loop:
         if self._monitor is not None:
             self._log.write("monitor", step=self.progress.step, **self._monitor())
 
+    def _let_look(self, after: ModelMoment) -> None:
+        """Let callbacks look at the model, on the main worker. The others wait in their next collective."""
+        if self._show_model is not None:
+            with self._heartbeat.within("evaluate"):  # a probe may take longer than a step
+                self._show_model(after, self.progress)
+
     # Evaluation and early stopping
 
     def _outcome_at_start(self) -> Outcome | None:
@@ -292,6 +301,7 @@ class Loop:
         except Exception:
             self._save_unevaluated()
             raise
+        self._let_look("evaluate")
         self._recorder.restart_window()
         # With both intervals at the end of each epoch, that step is saved in any case.
         if is_best and (self._cadence.evaluate_every or self._cadence.checkpoint_every):
@@ -326,6 +336,7 @@ class Loop:
             self._report_bad_samples()
             self._checkpoints.save(self.progress)
             self._last_saved = self._saved_content()
+            self._let_look("checkpoint")
         self._recorder.restart_window()
 
     def _report_bad_samples(self) -> None:

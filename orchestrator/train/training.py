@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.metric import Mode
+from orchestrator.record.callbacks.callback_values import ModelMoment
 from orchestrator.record.files.log import Log
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshots import Snapshots
@@ -75,5 +76,7 @@ class LoopHooks:
     take_requests: Callable[[], Requests] = Requests
     """Returns the requests of the user and of callbacks since the last call."""
     after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
+    show_model: Callable[[ModelMoment, Progress], None] | None = None
+    """Lets callbacks look at the model; None where none does."""
     monitor: Callable[[], dict[str, Any]] | None = None
     """Returns the newest reading of the machine's memory and utilisation."""

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import Event
 from orchestrator.record.files.scalars import to_float
+
+ModelMoment = Literal["step", "evaluate", "checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,20 @@ class EndInfo:
     reason: str
     steps: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A moment between two steps at which ``on_model`` sees the model."""
+
+    run_dir: Path
+    config: Config
+    step: int
+    """Steps done."""
+    epoch: int
+    """From 0; at the end of an epoch, that of the next step."""
+    after: ModelMoment
+    """What was just done: a step, an evaluation, or the copy of the state for a checkpoint."""
 
 
 Value = StartInfo | StepInfo | EvaluationInfo | CheckpointInfo | FailureInfo | EndInfo

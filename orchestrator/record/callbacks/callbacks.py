@@ -2,13 +2,14 @@
 
 They run in the process that called ``fit``: the process that trains, or the driver of several workers.
 So they survive the loss of any worker and keep their state. They receive frozen values made from the
-events of the run, and answer with a ``Request``.
+events of the run, and answer with a ``Request``. Only ``on_model`` runs where the model is: in the process
+that trains, or in that of the main worker, on a copy of the callback.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from orchestrator.record.callbacks.callback_values import (
     EndInfo,
     EvaluationInfo,
     FailureInfo,
+    ModelInfo,
+    ModelMoment,
     RunInfo,
     StartInfo,
     StepInfo,
@@ -40,7 +43,10 @@ _HOOKS: Mapping[str, str] = {
     "end": "on_end",
 }
 """The method of a callback for each kind of event."""
-_Method = tuple[str, Callable[[Any], Any]]
+_MODEL_HOOK = "on_model"
+"""The method that no event calls: the loop does, between two steps."""
+_KNOWN_HOOKS = (*_HOOKS.values(), _MODEL_HOOK)
+_Method = tuple[str, Callable[..., Any]]
 """A method of a callback, and its name."""
 
 
@@ -87,6 +93,11 @@ class Callback:
     def on_end(self, end: EndInfo) -> None:
         """Called once, after the last step, also after a failure."""
 
+    def on_model(self, moment: ModelInfo, model: Any) -> Request | None:
+        """Called between two steps with the model (an ``nn.Module``), to look at and not to change: after
+        each step and each evaluation, and when a checkpoint has copied the state. On several workers the
+        main one calls it, on a copy of the callback."""
+
 
 def as_callbacks(given: Any) -> list[Any]:
     """Return the callbacks of a Python program as a list."""
@@ -109,14 +120,30 @@ def _check_callback(callback: Any) -> None:
     if isinstance(callback, type):
         raise UserError(f"callbacks has the class {callback.__name__}; give an object: {callback.__name__}()")
     hooks = [name for name in dir(callback) if name.startswith("on_")]
-    unknown = [name for name in hooks if name not in _HOOKS.values()]
+    unknown = [name for name in hooks if name not in _KNOWN_HOOKS]
     if unknown or not hooks:
         found = f"has {unknown[0]!r}" if unknown else "has no method of a callback"
-        near = did_you_mean(unknown[0], _HOOKS.values()) if unknown else ""
+        near = did_you_mean(unknown[0], _KNOWN_HOOKS) if unknown else ""
         raise UserError(
             f"the callback {type(callback).__name__} {found}{near}; its methods may be "
-            f"{', '.join(_HOOKS.values())}"
+            f"{', '.join(_KNOWN_HOOKS)}"
         )
+
+
+def _own_method(callback: Any, hook: str) -> Callable[..., Any] | None:
+    """Return a method of a callback. None for one that it inherits from the base, which does nothing."""
+    method = getattr(callback, hook, None)
+    is_inherited = getattr(method, "__func__", None) is getattr(Callback, hook)
+    return None if is_inherited else method
+
+
+def callbacks_of_model(config: Config, callbacks: Sequence[Any]) -> list[Any]:
+    """Return those of ``load_callbacks`` that look at the model: the name of one that the settings name,
+    else the object."""
+    num_given = len(callbacks) - len(config.watch.callbacks)
+    sources = [*callbacks[:num_given], *config.watch.callbacks]
+    pairs = zip(sources, callbacks, strict=True)
+    return [source for source, callback in pairs if _own_method(callback, _MODEL_HOOK) is not None]
 
 
 class CallbackRunner:
@@ -125,15 +152,13 @@ class CallbackRunner:
     It is a listener of the event log. It never raises: ``check`` does, if errors are to end the run."""
 
     def __init__(self, callbacks: Iterable[Any], raise_errors: bool = False) -> None:
+        self.callbacks = list(callbacks)
         self._methods: dict[str, list[_Method]] = {}
-        for callback in callbacks:
-            for kind, hook in _HOOKS.items():
-                method = getattr(callback, hook, None)
-                # An inherited method of the base does nothing: no value is made for it.
-                is_inherited = getattr(method, "__func__", None) is getattr(Callback, hook)
-                if method is not None and not is_inherited:
-                    name = getattr(method, "__qualname__", repr(method))
-                    self._methods.setdefault(kind, []).append((name, method))
+        self._model_methods = self._methods_of(_MODEL_HOOK)
+        for kind, hook in _HOOKS.items():
+            methods = self._methods_of(hook)
+            if methods:
+                self._methods[kind] = methods
         self._raise_errors = raise_errors
         self._errors: Counter[str] = Counter()
         self._first_error: TaskFailed | None = None
@@ -169,7 +194,21 @@ class CallbackRunner:
             for name, method in methods:
                 self._call(name, method, value)
         if kind == "end" and not is_repeated:
-            self._report_repeated_errors()
+            self.report_repeated_errors()
+
+    @property
+    def sees_model(self) -> bool:
+        """Whether a callback looks at the model."""
+        return bool(self._model_methods)
+
+    def show_model(self, model: Any, step: int, epoch: int, after: ModelMoment) -> None:
+        """Call ``on_model`` of all callbacks. Raise the first error, if errors are to end the run."""
+        if self._run is None:
+            return
+        moment = ModelInfo(self._run.run_dir, self._run.config, step, epoch, after)
+        for name, method in self._model_methods:
+            self._call(name, method, moment, model)
+        self.check()
 
     def take_save(self) -> bool:
         """Return whether a checkpoint was asked for since the last call."""
@@ -184,9 +223,13 @@ class CallbackRunner:
         if error is not None and self._raise_errors:
             raise error
 
-    def _call(self, name: str, method: Callable[[Any], Any], value: Any) -> None:
+    def _methods_of(self, hook: str) -> list[_Method]:
+        methods = [_own_method(callback, hook) for callback in self.callbacks]
+        return [(getattr(method, "__qualname__", repr(method)), method) for method in methods if method]
+
+    def _call(self, name: str, method: Callable[..., Any], value: Any, *more: Any) -> None:
         try:
-            answer = method(value)
+            answer = method(value, *more)
             if answer is not None and not isinstance(answer, Request):
                 raise UserError(f"{name} returned {answer!r}; a Request or None was needed")
         except (Exception, SystemExit) as error:
@@ -215,7 +258,9 @@ class CallbackRunner:
         if not self._raise_errors:
             self._write("warning", kind="callback", message=f"{message}\n  the run continues")
 
-    def _report_repeated_errors(self) -> None:
+    def report_repeated_errors(self) -> None:
+        """Write how often each method has failed, if more than once, and count from zero again."""
         for name, count in self._errors.items():
             if count > 1:
                 self._write("warning", kind="callback", message=f"the callback {name} failed {count} times")
+        self._errors.clear()

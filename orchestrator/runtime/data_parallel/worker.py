@@ -20,6 +20,7 @@ from orchestrator.runtime.bootstrap import (
     Assignment,
     RequestReader,
     masked_errors,
+    model_callbacks,
     open_log,
     prepare_worker,
     uses_cuda,
@@ -86,18 +87,21 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _worker_run(assignment: Assignment, rank: int, world_size: int) -> Iterator[WorkerRun]:
     """Form the process group and build this worker's part of the run."""
+    from orchestrator.train.worker.observers import with_requests_of
     from orchestrator.train.worker.run import Supervision, WorkerRun
 
     with worker_folder(assignment, rank) as folder:
         assignment = folder.assignment
         prepared = prepare_worker(assignment, rank)
-        supervision = Supervision(RequestReader(assignment, rank), open_store=folder.open_store)
         with (
             open_log(assignment, rank) as log,
             form_world(prepared, rank, world_size, assignment.secret) as world,
-            WorkerRun(prepared, world, assignment.run_dir, log, supervision, assignment.resume) as run,
         ):
-            yield run
+            callbacks = model_callbacks(assignment, rank, log)
+            take_requests = with_requests_of(callbacks, RequestReader(assignment, rank))
+            supervision = Supervision(take_requests, callbacks=callbacks, open_store=folder.open_store)
+            with WorkerRun(prepared, world, assignment.run_dir, log, supervision, assignment.resume) as run:
+                yield run
 
 
 @contextmanager

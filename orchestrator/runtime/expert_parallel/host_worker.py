@@ -18,6 +18,7 @@ from orchestrator.runtime.bootstrap import (
     check_run_dir,
     enter_working_dir,
     masked_errors,
+    model_callbacks,
     open_log,
     prepare_worker,
     uses_cuda,
@@ -168,6 +169,7 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
     from orchestrator.train.parts.compiling import report_compilation
     from orchestrator.train.parts.memory import free_cached
     from orchestrator.train.parts.world import recoverable_world
+    from orchestrator.train.worker.observers import with_requests_of
     from orchestrator.train.worker.resume import ResumeFrom
     from orchestrator.train.worker.run import Supervision, WorkerRun
     from orchestrator.train.worker.torch_settings import torch_settings
@@ -195,8 +197,6 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
             )
             sink = _FlushedOutbox(context.outbox, folder.flush) if rank == 0 else context.outbox
             target = SnapshotTarget(sink, buffers, request.generation)
-            requests = RequestReader(assignment, rank)
-            supervision = Supervision(requests, heartbeat, target, folder.open_store)
             resume = None
             if request.resumed:
                 resume = ResumeFrom(snapshots, request.halvings, request.checkpoint_is_newer)
@@ -206,11 +206,14 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
                 torch_settings(prepared.resolved.config, prepared.plan, device),
                 recoverable_world(factory, device, prepared.plan.backend.value, assignment.secret) as world,
                 report_compilation(heartbeat),
-                WorkerRun(prepared, world, assignment.run_dir, log, supervision, resume) as run,
             ):
-                if snapshots is not None:
-                    snapshots.release()
-                yield HostWorker(run)
+                callbacks = model_callbacks(assignment, rank, log)
+                take_requests = with_requests_of(callbacks, RequestReader(assignment, rank))
+                supervision = Supervision(take_requests, heartbeat, target, callbacks, folder.open_store)
+                with WorkerRun(prepared, world, assignment.run_dir, log, supervision, resume) as run:
+                    if snapshots is not None:
+                        snapshots.release()
+                    yield HostWorker(run)
 
 
 @dataclass(frozen=True)

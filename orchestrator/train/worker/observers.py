@@ -63,12 +63,16 @@ def open_event_log(
         log.close()
 
 
-def requests_of(stop_requested: Callable[[], bool], callbacks: CallbackRunner) -> Callable[[], Requests]:
-    """Return a function that takes the requests of a run in this process."""
+def with_requests_of(
+    callbacks: CallbackRunner, take_others: Callable[[], Requests]
+) -> Callable[[], Requests]:
+    """Return a function that takes the requests of callbacks in this process, and the other ones."""
 
     def take() -> Requests:
         callbacks.check()
-        return Requests(stop_requested(), callbacks.stop_reason, callbacks.take_save())
+        others = take_others()
+        is_save_asked = callbacks.take_save() or others.save
+        return Requests(others.interrupt, others.end or callbacks.stop_reason, is_save_asked)
 
     return take
 

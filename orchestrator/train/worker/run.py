@@ -28,6 +28,7 @@ from orchestrator.train.loop import Loop, Outcome
 from orchestrator.train.parts.profiling import profiling
 from orchestrator.train.parts.world import World
 from orchestrator.train.requests import Requests
+from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.shares import assign_shares
 from orchestrator.train.training import LoopHooks, Training
 from orchestrator.train.worker.batch_probe import with_measured_batch
@@ -47,6 +48,7 @@ from orchestrator.train.worker.plan_file import (
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import ResumeFrom, StartPoint, saved_experts_to_start_with
 from orchestrator.train.worker.run_dir import write_summary
+from orchestrator.train.worker.shown_model import ShownModel
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.types import VERSION, Choice, first_line
 
@@ -62,6 +64,8 @@ class Supervision:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     snapshots: SnapshotTarget | None = None
     """Where an expert host writes its snapshots; other workers take none."""
+    callbacks: CallbackRunner | None = None
+    """Callbacks that look at the model in this process, if it is that of the main worker."""
     open_store: OpenStore = CheckpointStore
     """Opens the checkpoints of the run: a folder that all workers see, or files of each node."""
 
@@ -138,6 +142,8 @@ class WorkerRun:
         if self.prepared.resolved.config.watch.gpu_log_interval:
             loop.record_monitor()  # a run shorter than the interval has one reading too
         self._stack.close()
+        if self._supervision.callbacks is not None:
+            self._supervision.callbacks.report_repeated_errors()
         self.log.write(
             "end",
             status=outcome.status,
@@ -174,7 +180,7 @@ class WorkerRun:
             self.log.write("placement", step=step, **placement_fields(experts.decision, facts, layers))
         # The stack closes in reverse order: the loop, its observers, then the parts it trains with.
         stack.callback(training.close)
-        self.loop = Loop(training, self._start_observers(stack))
+        self.loop = Loop(training, self._start_observers(stack, training.stepper.strategy))
         stack.callback(self.loop.close)
         self._began_s = perf_counter()
 
@@ -234,8 +240,8 @@ class WorkerRun:
             last_loads = read_last_expert_loads(self.run_dir)
         return self.world.broadcast_value("loads", last_loads) or []
 
-    def _start_observers(self, stack: ExitStack) -> LoopHooks:
-        """Start the monitor and the profiler.
+    def _start_observers(self, stack: ExitStack, strategy: Strategy) -> LoopHooks:
+        """Start the monitor and the profiler, and show the model to callbacks.
 
         The profiler must not start before the model is built."""
         hooks = LoopHooks(take_requests=self._supervision.take_requests)
@@ -246,6 +252,9 @@ class WorkerRun:
         if watch.profile and self.world.is_main:
             after_step = stack.enter_context(profiling(self.run_dir, self.world.device))
             hooks = replace(hooks, after_step=after_step)
+        callbacks = self._supervision.callbacks
+        if callbacks is not None and callbacks.sees_model and self.world.is_main:
+            hooks = replace(hooks, show_model=ShownModel(callbacks, strategy, self.world.size))
         return hooks
 
 

@@ -1,0 +1,82 @@
+"""Tests of the model that callbacks look at: what they may do, and what is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from orchestrator.config.settings import Config
+from orchestrator.errors import TaskFailed, UserError
+from orchestrator.record.callbacks.callbacks import CallbackRunner
+from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.strategies.base import Strategy
+from orchestrator.train.worker.shown_model import ShownModel
+
+
+class Look:
+    def __init__(self, look: Callable[[Any], Any]) -> None:
+        self.look = look
+
+    def on_model(self, moment: Any, model: nn.Module) -> None:
+        self.look(model)
+
+
+def show(model: nn.Module, look: Callable[[Any], Any], num_workers: int = 1, lockstep: bool = False) -> None:
+    callbacks = CallbackRunner([Look(look)], raise_errors=True)
+    callbacks.bind(Path("run"), Config(), lambda *_, **__: None)
+    task: Any = None
+    strategy = Strategy(model, task)
+    strategy.lockstep = lockstep
+    ShownModel(callbacks, strategy, num_workers)("step", Progress(step=7))
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+
+def test_each_module_keeps_its_own_mode() -> None:
+    model = small_model()
+    model[1].eval()  # pyright: ignore[reportIndexIssue]
+    show(model, lambda shown: shown.train())
+    assert [module.training for module in model] == [True, False, True]  # pyright: ignore[reportGeneralTypeIssues]
+
+
+def test_a_pass_changes_neither_the_random_state_nor_the_statistics() -> None:
+    model = small_model()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    show(model, lambda shown: shown(torch.randn(5, 3)))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def replace_weight(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(torch.zeros(4, 3))  # pyright: ignore[reportIndexIssue]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda model: model[0].bias.add_(1), "0.bias"),
+        (lambda model: nn.init.zeros_(model[1].weight), "1.weight"),
+        (lambda model: model.train()(torch.randn(5, 3)), "1.num_batches_tracked"),
+        (replace_weight, "0.weight"),
+        (lambda model: model.register_buffer("more", torch.zeros(1)), "more"),
+    ],
+)
+def test_a_changed_tensor_is_named(change: Callable[[Any], Any], name: str) -> None:
+    with pytest.raises(UserError, match=f"a callback has changed '{name}' .* after step 7"):
+        show(small_model(), change)
+
+
+def test_a_pass_that_would_wait_for_other_workers_is_refused() -> None:
+    model = small_model()
+    with pytest.raises(TaskFailed, match="on_model called Linear: the model is spread over 2 workers"):
+        show(model, lambda shown: shown[0](torch.randn(5, 3)), num_workers=2, lockstep=True)
+    show(model, lambda shown: shown[0](torch.randn(5, 3)), num_workers=2)
+    assert model(torch.randn(5, 3)).shape == (5, 4)
