@@ -66,6 +66,7 @@ def check_settings_of_task(task: str, model: ModelSettings, data: DataSettings) 
         "model": model.model,
         "lora": model.lora,
         "data": data.data,
+        "data_weights": data.data_weights,
         "validation_data": data.validation_data,
     }
     names = [name for name, value in given.items() if value]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +23,9 @@ class DataSettings:
     data: tuple[str, ...] = ()
     """Documents of the task lm: files, folders, patterns or addresses of JSONL, Parquet, text or token
     files, or the id of a data set on the Hugging Face hub (docs/language-models.md)."""
+    data_weights: tuple[float, ...] = ()
+    """Weight of each entry of --data, in its order: its share of the samples of an epoch. An entry with too
+    few is repeated, one with more gives others in the next epoch. Default: each sample once."""
     validation_data: tuple[str, ...] = ()
     """Documents for validation, given in the same way. Default: a share of --data is held out."""
     validation_share: float | None = None
@@ -49,6 +54,7 @@ class DataSettings:
         at_least("loader_workers", self.loader_workers, -1)
         at_least("samples", self.samples, 1)
         at_least("shuffle_buffer", self.shuffle_buffer, 0)
+        _check_weights(self.data, self.data_weights)
         share = self.validation_share
         if share is not None and not 0 <= share < 1:
             raise ValueError(f"validation_share is {share}; it must be at least 0 and below 1")
@@ -56,6 +62,26 @@ class DataSettings:
             raise ValueError(
                 f"validation_share is {share}, and validation_data is given too; leave one of them out"
             )
+
+
+def _check_weights(entries: Sequence[str], weights: Sequence[float]) -> None:
+    """Raise ValueError for weights that do not say the share of each entry."""
+    if not weights:
+        return
+    bad = [weight for weight in weights if not 0 <= weight < math.inf]
+    if bad:
+        raise ValueError(f"data_weights has {bad[0]}; each must be a number of at least 0")
+    if not sum(weights):
+        raise ValueError("data_weights are all 0; at least one must be larger")
+    # Flags of a resumed run are read before its data is known.
+    if entries and len(weights) != len(entries):
+        raise ValueError(
+            f"data_weights has {len(weights)} of the {len(entries)} numbers that are needed, one for each "
+            f"entry of data ({', '.join(entries)}), in the same order"
+        )
+    if len(set(entries)) != len(entries):
+        twice = next(entry for entry in entries if entries.count(entry) > 1)
+        raise ValueError(f"data has {twice!r} twice; with data_weights name it once, with a larger weight")
 
 
 @dataclass(frozen=True)

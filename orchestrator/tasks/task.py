@@ -122,6 +122,15 @@ class Gatherable(Protocol):
     def nbytes(self) -> int: ...
 
 
+@runtime_checkable
+class ChoosesSamples(Protocol):
+    """Data with random access that decides which samples an epoch has; ``len`` of it says how many."""
+
+    def epoch_samples(self, seed: int, epoch: int) -> Tensor:
+        """Return the indices of an epoch's samples: a function of these two numbers alone."""
+        ...
+
+
 class TensorData:
     """Tensors with one sample per row; a batch is a tuple of their rows."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from orchestrator.data.documents.counts import DocumentCounts
 from orchestrator.data.documents.document_set import usable_documents
 from orchestrator.data.documents.finding import find_row_files
 from orchestrator.data.documents.fingerprint import fingerprint
+from orchestrator.data.documents.mixture import MixedDocuments
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.packed import PackedDocuments
 from orchestrator.data.documents.reading import DocumentReader
@@ -43,6 +45,37 @@ def open_divided(
     parts = documents.held_out(held_out)
     _tell(documents.counts.in_parts([part.counts for part in parts]), note)
     return parts
+
+
+def open_mixture(
+    weights: Mapping[str, float],
+    tokenizer: Any,
+    options: DocumentOptions,
+    note: Callable[[str], None],
+    held_out: float,
+) -> tuple[MixedDocuments, MixedDocuments | None]:
+    """Return samples of several entries for training, in the shares of their weights, and for validation.
+
+    ``held_out`` is a share of the documents of each entry; 0 holds out none."""
+    parts: list[PackedDocuments] = []
+    held: list[PackedDocuments] = []
+    for entry in weights:
+        note_entry = partial(_note_entry, note, entry)
+        if held_out:
+            part, held_part = open_divided([entry], tokenizer, options, note_entry, held_out)
+            held.append(held_part)
+        else:
+            part = open_documents([entry], tokenizer, options, note_entry)
+        parts.append(part)
+    mixed = MixedDocuments(parts, list(weights.values()))
+    for line in mixed.summary(list(weights)):
+        note(line)
+    # Held-out samples are all evaluated, once each: their weights mean nothing.
+    return mixed, MixedDocuments(held, [1.0] * len(held)) if held else None
+
+
+def _note_entry(note: Callable[[str], None], entry: str, message: str) -> None:
+    note(f"{entry}: {message}")
 
 
 def _open(

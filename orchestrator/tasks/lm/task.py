@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from orchestrator.config.model import ModelSettings
 from orchestrator.config.settings import Config
-from orchestrator.data.documents.opening import open_divided, open_documents
+from orchestrator.data.documents.opening import open_divided, open_documents, open_mixture
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.errors import UserError
 from orchestrator.tasks.generation import Prompt
@@ -45,7 +45,10 @@ from orchestrator.tasks.task import Loss, StepPreview, Task
 from orchestrator.tasks.token_loss import NO_LABEL
 
 if TYPE_CHECKING:
+    from orchestrator.data.documents.mixture import MixedDocuments
     from orchestrator.data.documents.packed import PackedDocuments
+
+    Documents = PackedDocuments | MixedDocuments | ExampleTokens
 
 _SEQUENCE_LENGTH = 2048
 _HELD_OUT = 1 / 20
@@ -77,7 +80,7 @@ class LanguageModel(Task):
     def _settings_taken(self, has_router_biases: bool) -> frozenset[str]:
         """Return the settings that this model can take."""
         names = {f.name for f in fields(ModelSettings)} - {"width", "layers", "vocabulary"}
-        names |= {"data", "validation_data", "validation_share", "chat_template"}
+        names |= {"data", "data_weights", "validation_data", "validation_share", "chat_template"}
         names |= {"packing", "train_on", "text_column"}
         if has_balance_loss(self.model_config):
             names.add("balance_loss")
@@ -151,10 +154,10 @@ class LanguageModel(Task):
 
     # --- the data
 
-    def train_data(self) -> PackedDocuments | ExampleTokens:
+    def train_data(self) -> Documents:
         return self._documents[0]
 
-    def validation_data(self) -> PackedDocuments | ExampleTokens | None:
+    def validation_data(self) -> Documents | None:
         return self._documents[1]
 
     @cached_property
@@ -166,7 +169,7 @@ class LanguageModel(Task):
         return tokenizer
 
     @cached_property
-    def _documents(self) -> tuple[PackedDocuments | ExampleTokens, PackedDocuments | ExampleTokens | None]:
+    def _documents(self) -> tuple[Documents, Documents | None]:
         data = self.config.data
         if not data.data:
             # A plan needs none; a training without data is refused before the task is loaded.
@@ -176,11 +179,18 @@ class LanguageModel(Task):
             return example, example
         options = self._document_options()
         share = _HELD_OUT if data.validation_share is None else data.validation_share
-        if share and not data.validation_data:
-            return open_divided(data.data, self.tokenizer, options, _note, share)
-        documents = open_documents(data.data, self.tokenizer, options, _note)
+        if data.validation_data:
+            share = 0.0
+        held_out: Documents | None = None
+        if data.data_weights:
+            weights = dict(zip(data.data, data.data_weights, strict=True))
+            documents, held_out = open_mixture(weights, self.tokenizer, options, _note, share)
+        elif share:
+            documents, held_out = open_divided(data.data, self.tokenizer, options, _note, share)
+        else:
+            documents = open_documents(data.data, self.tokenizer, options, _note)
         if not data.validation_data:
-            return documents, None
+            return documents, held_out
         return documents, open_documents(data.validation_data, self.tokenizer, options, _validation_note)
 
     def _document_options(self) -> DocumentOptions:

@@ -16,7 +16,7 @@ from torch import Tensor
 from experts.model import mix
 from orchestrator.data.source import SavedPlace
 from orchestrator.errors import UserError
-from orchestrator.tasks.task import Gatherable
+from orchestrator.tasks.task import ChoosesSamples, Gatherable
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.batches import to_device
 from orchestrator.train.data import Feed, StepBatch
@@ -76,7 +76,10 @@ class IndexedFeed(Feed):
         if self.seed is None:
             return torch.arange(self._num_samples)
         generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
-        return torch.randperm(self._num_samples, generator=generator)
+        order = torch.randperm(self._num_samples, generator=generator)
+        if not isinstance(self.data, ChoosesSamples):
+            return order
+        return self.data.epoch_samples(mix(self.seed, "mixture"), epoch)[order]
 
     def steps(self, epoch: int, position: int = 0, saved: SavedPlace | None = None) -> Iterator[StepBatch]:
         del saved  # random access needs no place to begin at

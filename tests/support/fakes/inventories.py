@@ -220,6 +220,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "expert_replicas": st.integers(1, 4),
     "data_dir": _maybe(_paths),
     "data": st.lists(_words, max_size=2).map(tuple),
+    "data_weights": st.just(()),  # as many as there are entries of data
     "validation_data": st.lists(_words, max_size=2).map(tuple),
     "validation_share": _maybe(st.floats(0, 0.9)),
     "chat_template": _maybe(_paths),
