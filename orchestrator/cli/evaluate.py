@@ -31,6 +31,11 @@ class EvaluateOptions:
     first three of the data."""
     max_new_tokens: int = 64
     """Most tokens of a continuation; 0: none."""
+    tasks: tuple[str, ...] = ()
+    """Evaluate a language model on tasks of lm-eval (hellaswag,arc_easy) in place of a split; lm_eval must be
+    installed, and downloads their data."""
+    tasks_dir: Path | None = None
+    """Folder with YAML definitions of tasks of your own, beside those of lm-eval."""
     config: Path | None = None
     """YAML file with settings that win over those of the run; flags win over both."""
 
@@ -43,6 +48,13 @@ def run(argv: Sequence[str]) -> int:
     refuse_run_flags(
         resolved, "orchestrator evaluate FOLDER names the checkpoint already; leave --{flag} out"
     )
+    if options.tasks:
+        from orchestrator.cli.benchmark_tasks import evaluate_tasks
+
+        evaluate_tasks(options.checkpoint, options.tasks, options.tasks_dir, resolved)
+        return 0
+    if options.tasks_dir is not None:
+        raise UserError(f"--tasks-dir {options.tasks_dir} defines tasks; name those to evaluate with --tasks")
     from orchestrator.trainer import Trainer
 
     Trainer(config=resolved).evaluate(

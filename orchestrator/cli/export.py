@@ -73,17 +73,27 @@ def run(argv: Sequence[str]) -> int:
         config = read_run_settings(opened.path.parent.parent)
         averaged = config.optim.evaluate_ema if options.weights == "evaluated" else options.weights == "ema"
         form = ExportForm(options.dtype, shard_bytes, averaged)
-        job = _Job(opened.path, options.folder, form, on_progress)
-        if config.model.lora is None:
-            result = _export_weights(options, config, job)
-        else:
-            result = _export_lora(options, config, job)
+        result = _export(options, config, _Job(opened.path, options.folder, form, on_progress))
         chosen = f" ({opened.choice})" if opened.choice else ""
         content = _content(options, config, averaged)
         _show(result, f"{opened.location}{chosen}", content)
     if options.push is not None:
         _print(f"uploaded to {push(options.folder, options.push, content)}")
     return 0
+
+
+def export_whole_model(checkpoint: Path, folder: Path, config: Config, averaged: bool) -> None:
+    """Write a checkpoint as a folder that ``transformers`` loads, with adapters added to their model."""
+    from orchestrator.train.export.weights import ExportForm
+
+    options = ExportOptions(merge=config.model.lora is not None, model=config.model.model)
+    form = ExportForm(options.dtype, _parse_size(options.shard_size), averaged)
+    with _progress() as on_progress:
+        _export(options, config, _Job(checkpoint, folder, form, on_progress))
+
+
+def _export(options: ExportOptions, config: Config, job: _Job) -> Exported:
+    return (_export_weights if config.model.lora is None else _export_lora)(options, config, job)
 
 
 @dataclass(frozen=True)
