@@ -273,3 +273,27 @@ def test_randomness_depends_on_seed_and_step_alone() -> None:
 
     assert losses() == losses()
     assert len(set(losses())) == 3
+
+
+class Drawing(Tiny):
+    """A task whose loss depends on torch's random numbers."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        found = super().loss(model, batch)
+        return Loss(found.sum * (1 + torch.rand(())), found.count, found.metrics, found.loads)
+
+
+class Previewing(Drawing):
+    """The same task, which looks at the whole step before it, and draws random numbers then."""
+
+    def prepare_step(self, preview: Any) -> None:
+        del preview
+        torch.rand(3)
+
+
+def test_a_preview_leaves_the_random_numbers_of_the_step_as_they_were() -> None:
+    losses = []
+    for task in (Drawing(((3, 5),)), Previewing(((3, 5),))):
+        stepper, feed = make_stepper(task, micro_batch=4, global_batch=8)
+        losses.append([mean_loss(totals) for totals in run_steps(stepper, feed, 3)])
+    assert losses[0] == losses[1]

@@ -41,6 +41,7 @@ EVOLVING: dict[str, Any] = SMALL | {
     "schedule": "constant",
     "evolution": "bold",
     "sleep_every": 9,
+    "evaluate_every": 9,
     "birth_entropy": 0.1,
     "birth_patience": 1,
     "newborn_warmup": 6,
@@ -75,6 +76,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     run(run_dir, max_steps=STEPS)
     return run_dir
+
+
+def test_experts_change_before_an_evaluation_of_the_same_step(whole: Path) -> None:
+    """So that the metrics are those of the experts that a checkpoint of this step holds."""
+    events = read_events(whole / "events.jsonl")
+    changed = {event["step"]: index for index, event in enumerate(events) if event["event"] == "expert"}
+    evaluated = {event["step"]: index for index, event in enumerate(events) if event["event"] == "evaluate"}
+    assert changed.keys() & evaluated.keys()
+    assert all(index < evaluated[step] for step, index in changed.items() if step in evaluated)
 
 
 def test_experts_are_born_and_merged(whole: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from experts.balance import moe_layers
 from orchestrator import JsonLines
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
@@ -131,9 +132,10 @@ def test_a_stream_is_shuffled_over_as_many_samples_as_asked(tmp_path: Path) -> N
         def train_data(self) -> Any:
             return JsonLines(file, transform=lambda number: (torch.full((7,), float(number)), 0))
 
+    task = Numbers(((4, 4),), dtype=torch.float32)
+
     def first_numbers(buffer: int) -> Tensor:
         log = EventLog(tmp_path / f"events_{buffer}.jsonl")
-        task = Numbers(((4, 4),), dtype=torch.float32)
         training = build_small_training(tmp_path, log, task, max_steps=2, shuffle_buffer=buffer, batch_size=8)
         batch = next(iter(training.feed.steps(0)))
         training.close()
@@ -141,3 +143,19 @@ def test_a_stream_is_shuffled_over_as_many_samples_as_asked(tmp_path: Path) -> N
 
     assert first_numbers(2).max() <= 9
     assert first_numbers(256).max() > 9
+    loop, _ = run_loop(tmp_path / "run", task, max_steps=3, shuffle_buffer=4, batch_size=8)
+    assert loop.progress.place is not None
+    assert 0 < loop.progress.place.position <= 24, "a resumed run begins to read here"
+
+
+def test_settings_of_a_step_reach_the_stepper(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"clip_norm": 0.25, "seed": 7, "learning_rate": 0.02, "schedule": "linear"}
+    settings |= {"warmup_steps": 4, "max_steps": 8, "expert_kernel": "loop", "recompute_experts": True}
+    training = build_small_training(tmp_path, EventLog(tmp_path / "events.jsonl"), **settings)
+    training.close()
+    stepper = training.stepper
+    assert (stepper.clip_norm, stepper.seed) == (0.25, 7)
+    rates = [stepper.optimizer.learning_rate(step) for step in (0, 1, 3)]
+    assert rates == pytest.approx([0.004, 0.008, 0.016])
+    (layer,) = [layer for _, layer in moe_layers(stepper.strategy.model)]
+    assert (layer.bank.kernel, layer.bank.recomputes) == ("loop", True)

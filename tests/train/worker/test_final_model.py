@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,7 +25,8 @@ from orchestrator.result import Result
 from orchestrator.tasks.task import Loss, TensorData
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.worker.final_model import FinalWeights, choose_weights, final_model
+from orchestrator.train.worker.final_model import FinalWeights, choose_weights, copy_model, final_model
+from orchestrator.train.worker.placed_experts import build_experts
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
@@ -321,3 +324,14 @@ def test_a_model_without_a_checkpoint_has_the_average_that_was_evaluated(tmp_pat
     shutil.rmtree(run_dir / "checkpoints")
     model, _, summary = finish(run_dir, prepared, live_model)
     assert_is_final(model, prepared, summary, 1e-6)
+
+
+def test_an_expert_in_its_warm_up_keeps_its_prior_in_a_copied_model() -> None:
+    source, target = (nn.Sequential(MoELayer(4, (3, 5), 1)) for _ in range(2))
+    (structure,) = structure_of(source)
+    ramping = replace(structure.experts[1], parents=(0,), born_step=2, ramp_step=2, warm_step=10)
+    build_experts(source, [replace(structure, experts=(structure.experts[0], ramping))])
+    copy_model(source, target, 6)
+    gate = target[0].gate
+    assert gate.has_prior
+    torch.testing.assert_close(gate.prior_E, torch.tensor([0.0, math.log(0.5)]))
