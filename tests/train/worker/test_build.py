@@ -27,6 +27,7 @@ from orchestrator.train.worker import build as build_module
 from orchestrator.train.worker import build_model as build_model_module
 from orchestrator.train.worker.build_evolution import EvolutionParts
 from orchestrator.trainer import Trainer
+from orchestrator.types import Choice
 from tests.support.runs.loop_runs import build_small_training, run_loop
 from tests.support.runs.tiny_model import Tiny
 
@@ -159,3 +160,14 @@ def test_settings_of_a_step_reach_the_stepper(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.004, 0.008, 0.016])
     (layer,) = [layer for _, layer in moe_layers(stepper.strategy.model)]
     assert (layer.bank.kernel, layer.bank.recomputes) == ("loop", True)
+
+
+def test_choices_of_the_plan_reach_the_parts(tmp_path: Path) -> None:
+    task = Tiny(((4, 4),))
+    plan = Trainer(task=task, config=Config.of(run_dir=tmp_path), quiet=True).prepare().plan
+    plan = replace(plan, learning_rate=Choice(0.5, "test"), expert_kernel=Choice("loop", "test"))
+    plan = replace(plan, warmup_steps=Choice(0, "test"))
+    parts = build_model_module.build_parts(Config.of(), plan, task, World.single_process())
+    assert parts.optimizer.learning_rate(0) == pytest.approx(0.5)
+    (layer,) = [layer for _, layer in moe_layers(parts.model)]
+    assert layer.bank.kernel == "loop"
