@@ -20,7 +20,7 @@ test: check
 
 # the same, then further proofs: more cases, more hosts, more faults
 test-all: test
-	$(PYTEST) -m 'extended and not slow and not gpu' $(ARGS)
+	$(PYTEST) -m 'extended and not slow and not gpu' $(ARGS) || [ $$? = 5 ]  # 5: ARGS chose no such test
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -65,6 +65,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases[test] += 1
         item.own_markers[:] = [mark for mark in item.own_markers if not _spares(mark, cases[test])]
 
+        inherited = [mark for mark in item.iter_markers("extended") if mark not in item.own_markers]
+        if any(mark.kwargs for mark in inherited):
+            raise pytest.UsageError(f"{item.nodeid}: mark functions, not modules, with extended(but_first=N)")
+
 
 def _spares(mark: pytest.Mark, case: int) -> bool:
     """Return whether a mark says that the n-th case of a test is run by ``make test``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -19,8 +20,9 @@ from orchestrator.types import VERSION, first_line
 if TYPE_CHECKING:
     from orchestrator.train.remote.opened_checkpoint import OpenedCheckpoint
 
-_RESULT = "tasks"
-"""The result is written beside the checkpoint under this name, as that of a split is."""
+_MAX_NAME_CHARACTERS = 100
+_USED = frozenset({"evaluate_ema", "eval_batch_size", "model"})
+"""Settings that have a meaning here."""
 _BATCH_SIZE = 8
 
 
@@ -32,6 +34,14 @@ def evaluate_tasks(
     Raises ``UserError`` if ``lm_eval`` is not installed, for an unknown task, and for other models."""
     _check_installed()
     names = [name.strip() for text in names for name in text.split(",") if name.strip()]
+    if not names:
+        raise UserError("--tasks names no task; give some, as in --tasks hellaswag,arc_easy")
+    unused = sorted(given.origins.keys() - _USED)
+    if unused:
+        raise UserError(
+            f"--{unused[0].replace('_', '-')} has no effect with --tasks, which evaluates in one process on "
+            "the data of lm-eval; leave it out"
+        )
     from orchestrator.plan.inventory.hardware import results_folder
     from orchestrator.train.remote.opened_checkpoint import opened_checkpoint
     from orchestrator.train.worker.run_settings import read_run_settings
@@ -45,10 +55,13 @@ def evaluate_tasks(
                 "lm). Leave it out to evaluate on the data of the task"
             )
         opened.check_writable()
-        results = _evaluate(opened, config, names, manager)
+        model = config.model.model if "model" in given.origins else None
+        results = _evaluate(opened, config, names, manager, model)
         content = _content(opened, config, names, results)
-        opened.write_result(_RESULT, content)
-        _show(content, opened.result_name(_RESULT))
+        # Of its own for each list of tasks: hours of an earlier one are not overwritten.
+        name = re.sub(r"[^\w.-]", "_", "-".join(["tasks", *names]))[:_MAX_NAME_CHARACTERS]
+        opened.write_result(name, content)
+        _show(content, opened.result_name(name))
         return content
 
 
@@ -61,7 +74,7 @@ def _check_installed() -> None:
 
 def _task_manager(names: Sequence[str], tasks_dir: Path | None) -> Any:
     """Return the known tasks. Raises ``UserError`` for a name that is none of them."""
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager
 
     if tasks_dir is not None and not tasks_dir.is_dir():
         raise UserError(f"--tasks-dir {tasks_dir}: there is no such folder")
@@ -76,21 +89,26 @@ def _task_manager(names: Sequence[str], tasks_dir: Path | None) -> Any:
 def _with_given(config: Config, given: Resolved) -> Config:
     """Return the settings of the run with the given ones that matter here."""
     names = [name for name in ("evaluate_ema", "eval_batch_size", "model") if name in given.origins]
-    values = {"evaluate_ema": given.config.optim.evaluate_ema, "model": given.config.model.model}
+    values: dict[str, Any] = {
+        "evaluate_ema": given.config.optim.evaluate_ema,
+        "model": given.config.model.model,
+    }
     values["eval_batch_size"] = given.config.batch.eval_batch_size
     return config.but(**{name: values[name] for name in names})
 
 
-def _evaluate(opened: OpenedCheckpoint, config: Config, names: Sequence[str], manager: Any) -> Any:
+def _evaluate(
+    opened: OpenedCheckpoint, config: Config, names: Sequence[str], manager: Any, model_given: str | None
+) -> Any:
     """Return the results of ``lm_eval`` for the exported model."""
-    from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
-    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
 
     from orchestrator.cli.export import export_whole_model
 
     with TemporaryDirectory(prefix="orchestrator-tasks-") as folder:
         model = Path(folder) / "model"
-        export_whole_model(opened.path, model, config, averaged=config.optim.evaluate_ema)
+        export_whole_model(opened.path, model, config, averaged=config.optim.evaluate_ema, model=model_given)
         try:
             batch_size = config.batch.eval_batch_size or _BATCH_SIZE
             # Code in the folder of a model is never executed.

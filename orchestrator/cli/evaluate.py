@@ -51,6 +51,12 @@ def run(argv: Sequence[str]) -> int:
     if options.tasks:
         from orchestrator.cli.benchmark_tasks import evaluate_tasks
 
+        for name in ("split", "prompts", "max_new_tokens"):
+            if getattr(options, name) != getattr(EvaluateOptions, name):
+                raise UserError(
+                    f"--{name.replace('_', '-')} has no effect with --tasks, which brings its own data; "
+                    "leave it out"
+                )
         evaluate_tasks(options.checkpoint, options.tasks, options.tasks_dir, resolved)
         return 0
     if options.tasks_dir is not None:

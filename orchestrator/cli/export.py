@@ -82,11 +82,15 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def export_whole_model(checkpoint: Path, folder: Path, config: Config, averaged: bool) -> None:
-    """Write a checkpoint as a folder that ``transformers`` loads, with adapters added to their model."""
+def export_whole_model(
+    checkpoint: Path, folder: Path, config: Config, averaged: bool, model: str | None = None
+) -> None:
+    """Write a checkpoint as a folder that ``transformers`` loads, with adapters added to their model.
+
+    ``model`` is a folder or id in place of the configuration and tokenizer that the run has kept."""
     from orchestrator.train.export.weights import ExportForm
 
-    options = ExportOptions(merge=config.model.lora is not None, model=config.model.model)
+    options = ExportOptions(merge=config.model.lora is not None, model=model)
     form = ExportForm(options.dtype, _parse_size(options.shard_size), averaged)
     with _progress() as on_progress:
         _export(options, config, _Job(checkpoint, folder, form, on_progress))

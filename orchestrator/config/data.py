@@ -73,6 +73,8 @@ def _check_weights(entries: Sequence[str], weights: Sequence[float]) -> None:
         raise ValueError(f"data_weights has {bad[0]}; each must be a number of at least 0")
     if not sum(weights):
         raise ValueError("data_weights are all 0; at least one must be larger")
+    if math.isinf(sum(weights)):
+        raise ValueError(f"data_weights has {max(weights)}; their sum must be a number, so give smaller ones")
     # Flags of a resumed run are read before its data is known.
     if entries and len(weights) != len(entries):
         raise ValueError(

@@ -94,8 +94,10 @@ def _network_policy(launch: Launch) -> dict[str, Any]:
     feature gate."""
     name = launch.options.name
     pods = {"matchLabels": {_CLUSTER_LABEL: name}}
-    flags = dict(pairwise(launch.flags))
-    open_ports = [_DASHBOARD_PORT, *map(int, filter(None, [flags.get("--metrics-port")]))]
+    # --metrics-port 9400 or --metrics-port=9400; 0 is a port that nobody knows before the run.
+    words = [word for flag in launch.flags for word in flag.split("=", 1)]
+    given = [value for flag, value in pairwise(words) if flag == "--metrics-port"]
+    open_ports = [_DASHBOARD_PORT, *(int(port) for port in given[-1:] if port != "0")]
     spec = {
         "podSelector": pods,
         "policyTypes": ["Ingress"],

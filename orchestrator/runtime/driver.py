@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol, Self
@@ -333,13 +334,18 @@ class _Driver:
             decision = GiveUp(f"{decision.reason}; continue from the newest checkpoint with: {resuming}")
         return final_error(failure, error, decision)
 
+    @cached_property
+    def _callbacks_sent(self) -> tuple[str | bytes, ...]:
+        """The callbacks for workers, pickled once: their hooks may open files before a later attempt."""
+        return _sent_callbacks(self.prepared.resolved.config, self.requests.callbacks)
+
     def _attempt(self, workers: int, gpu: bool, resume: ResumeFrom | None) -> AttemptResult:
         """Run one group of workers from its start to its end."""
         groups_before = placement_groups()
         assignment = replace(
             make_assignment(self.prepared, self.run_dir, resume),
             link=self._link,
-            callbacks=_sent_callbacks(self.prepared.resolved.config, self.requests.callbacks),
+            callbacks=self._callbacks_sent,
         )
         attempt = self.start(assignment, workers, gpu, self.record.log, self.record.recovery_log)
         succeeded = False
@@ -377,7 +383,7 @@ def _sent_callbacks(config: Config, callbacks: CallbackRunner) -> tuple[str | by
 
 def _pickled(callback: Any) -> bytes:
     try:
-        return cloudpickle.dumps(callback)  # pyright: ignore[reportPrivateImportUsage]
+        return cloudpickle.dumps(callback)
     except Exception as error:
         name = type(callback).__name__
         raise UserError(

@@ -83,7 +83,7 @@ def test_the_exported_model_is_evaluated_and_the_result_lies_beside_the_checkpoi
 ) -> None:
     run = train(tmp_path, lora=lora)
     assert main(["evaluate", str(run), "--tasks", "hellaswag,arc_easy"]) == 0
-    (file,) = (run / "checkpoints").glob("step_*.tasks.json")
+    (file,) = (run / "checkpoints").glob("step_*.tasks-*.json")
     content = json.loads(file.read_text())
     assert content["results"]["hellaswag"]["acc,none"] == 0.25
     assert (content["step"], content["tasks"], content["lm_eval"]) == (1, ["hellaswag", "arc_easy"], "0.4.0")
@@ -108,6 +108,23 @@ def test_a_run_of_another_task_is_refused(tmp_path: Path, capsys: pytest.Capture
     Trainer(config=Config.of(**flags), quiet=True).fit()
     assert main(["evaluate", str(tmp_path / "run"), "--tasks", "hellaswag"]) == 2
     assert "is of the task digits; --tasks evaluates language models" in capsys.readouterr().err
+
+
+@needs_no_lm_eval
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tasks", "hellaswag", "--split", "train"], "--split has no effect with --tasks"),
+        (["--tasks", "hellaswag", "--workers", "2"], "--workers has no effect with --tasks"),
+        (["--tasks", ","], "--tasks names no task"),
+    ],
+)
+def test_flags_without_an_effect_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert main(["evaluate", "run", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 @needs_no_lm_eval
@@ -146,7 +163,7 @@ def test_the_real_lm_eval_evaluates_a_task_of_local_files(tmp_path: Path) -> Non
     run = train(tmp_path)
     flags = ["--tasks", "my_sums", "--tasks-dir", str(definitions), "--eval-batch-size", "2"]
     assert main(["evaluate", str(run), *flags]) == 0
-    (file,) = (run / "checkpoints").glob("step_*.tasks.json")
+    (file,) = (run / "checkpoints").glob("step_*.tasks-*.json")
     content = json.loads(file.read_text())
     assert 0 <= content["results"]["my_sums"]["acc,none"] <= 1
     assert content["samples"]["my_sums"]["effective"] == 6

@@ -90,10 +90,17 @@ def test_pods_accept_connections_of_their_own_cluster_and_to_the_dashboard_alone
     assert policy["spec"]["policyTypes"] == ["Ingress"], "workers may reach storage and the head"
 
 
-def test_prometheus_may_reach_the_port_of_the_metrics() -> None:
-    flags = ("--epochs", "3", "--metrics-port", "9400", "--metrics-address", "0.0.0.0")
+@pytest.mark.parametrize(
+    ("flags", "ports"),
+    [
+        (("--epochs", "3", "--metrics-port", "9400", "--metrics-address", "0.0.0.0"), [8265, 9400]),
+        (("--metrics-port=9400",), [8265, 9400]),
+        (("--metrics-port", "0"), [8265]),
+    ],
+)
+def test_prometheus_may_reach_the_port_of_the_metrics(flags: tuple[str, ...], ports: list[int]) -> None:
     _, from_outside = network_policy(LaunchOptions("kuberay"), *flags)["spec"]["ingress"]
-    assert [port["port"] for port in from_outside["ports"]] == [8265, 9400]
+    assert [port["port"] for port in from_outside["ports"]] == ports
 
 
 @pytest.mark.parametrize("kind", KINDS)

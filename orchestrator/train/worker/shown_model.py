@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestrator.errors import UserError
 from orchestrator.record.callbacks.callback_values import ModelMoment
@@ -18,6 +20,8 @@ from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.parts.shards import local_part
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.worker.torch_settings import preserved_random_state
+
+_COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class ShownModel:
             torch.no_grad(),
             preserved_random_state(),
             _evaluation_mode(model),
-            _without_passes(self.num_workers) if is_spread else nullcontext(),
+            _alone(model, self.num_workers) if is_spread else nullcontext(),
         ):
             self.callbacks.show_model(model, progress.step, progress.epoch, after)
         _check_unchanged(versions, _versions(model), progress.step)
@@ -46,10 +50,24 @@ class ShownModel:
 
 def _versions(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
     """Return each tensor of a model with the count of its changes in place, by name."""
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = {**dict(model.named_parameters()), **_saved_buffers(model)}
     # The tensor is part of the value: one that replaces it has a count of its own. A shard counts in its
     # local part.
-    return {name: (tensor, local_part(tensor)._version) for name, tensor in named.items()}
+    return {
+        name: (tensor, local_part(tensor)._version)
+        for name, tensor in named.items()
+        if not tensor.is_inference()
+    }
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of checkpoints. A pass may replace others, such as a table of positions."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def _check_unchanged(before: dict[str, Any], now: dict[str, Any], step: int) -> None:
@@ -78,17 +96,36 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_passes(num_workers: int) -> Iterator[None]:
-    """Refuse forward passes of modules, which would wait for workers that do not call them."""
+def _alone(model: nn.Module, num_workers: int) -> Iterator[None]:
+    """Refuse forward passes and collectives, which would wait for workers that do not call them."""
+    modules = set(model.modules())
 
     def refuse(module: nn.Module, _: Any) -> None:
-        raise UserError(
-            f"on_model called {type(module).__name__}: the model is spread over {num_workers} workers, which "
-            "would have to call it too. Look at its parameters, or load the checkpoint of on_checkpoint"
-        )
+        if module in modules:
+            raise UserError(
+                f"on_model called {type(module).__name__}: the model is spread over {num_workers} workers, "
+                "which would have to call it too. Look at its parameters, or load the checkpoint of "
+                "on_checkpoint"
+            )
 
     handle = register_module_forward_pre_hook(refuse)
     try:
-        yield
+        with _NoCollectives():
+            yield
     finally:
         handle.remove()
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Refuses operations of shards that need the other workers, or that would read one shard as a whole."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_number = func is torch.ops.aten._local_scalar_dense.default
+        of_shards = any(issubclass(kind, DTensor) for kind in types)
+        if func.namespace in _COLLECTIVES or (is_number and of_shards):
+            raise UserError(
+                "on_model computed with a sharded parameter, which the other workers would have to do too. "
+                "Look at this worker's part of it: parameter.to_local()"
+            )
+        # Shards carry out their operations themselves, and their collectives come here.
+        return NotImplemented if of_shards else func(*args, **(kwargs or {}))

@@ -332,6 +332,7 @@ def test_an_expert_in_its_warm_up_keeps_its_prior_in_a_copied_model() -> None:
     ramping = replace(structure.experts[1], parents=(0,), born_step=2, ramp_step=2, warm_step=10)
     build_experts(source, [replace(structure, experts=(structure.experts[0], ramping))])
     copy_model(source, target, 6)
-    gate = target[0].gate
+    (layer,) = [module for module in target if isinstance(module, MoELayer)]
+    gate = layer.gate
     assert gate.has_prior
     torch.testing.assert_close(gate.prior_E, torch.tensor([0.0, math.log(0.5)]))

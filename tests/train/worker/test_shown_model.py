@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import TaskFailed, UserError
@@ -35,15 +39,15 @@ def show(model: nn.Module, look: Callable[[Any], Any], num_workers: int = 1, loc
     ShownModel(callbacks, strategy, num_workers)("step", Progress(step=7))
 
 
-def small_model() -> nn.Module:
+def small_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
 
 
 def test_each_module_keeps_its_own_mode() -> None:
     model = small_model()
-    model[1].eval()  # pyright: ignore[reportIndexIssue]
+    model[1].eval()
     show(model, lambda shown: shown.train())
-    assert [module.training for module in model] == [True, False, True]  # pyright: ignore[reportGeneralTypeIssues]
+    assert [module.training for module in model] == [True, False, True]
 
 
 def test_a_pass_changes_neither_the_random_state_nor_the_statistics() -> None:
@@ -55,8 +59,8 @@ def test_a_pass_changes_neither_the_random_state_nor_the_statistics() -> None:
     assert torch.equal(torch.rand(2), expected)
 
 
-def replace_weight(model: nn.Module) -> None:
-    model[0].weight = nn.Parameter(torch.zeros(4, 3))  # pyright: ignore[reportIndexIssue]
+def replace_weight(model: Any) -> None:
+    model[0].weight = nn.Parameter(torch.zeros(4, 3))
 
 
 @pytest.mark.parametrize(
@@ -80,3 +84,52 @@ def test_a_pass_that_would_wait_for_other_workers_is_refused() -> None:
         show(model, lambda shown: shown[0](torch.randn(5, 3)), num_workers=2, lockstep=True)
     show(model, lambda shown: shown[0](torch.randn(5, 3)), num_workers=2)
     assert model(torch.randn(5, 3)).shape == (5, 4)
+
+
+@pytest.fixture
+def sharded_model() -> Iterator[nn.Module]:
+    """A model whose weight is divided between this worker and another, which does not exist."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    model = nn.Linear(3, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    yield model
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model: model.weight.square().sum().full_tensor(),
+        lambda model: model.weight[0].full_tensor(),
+        lambda model: model.weight.norm().item(),
+    ],
+)
+def test_computing_with_shards_is_refused(sharded_model: nn.Module, look: Callable[[Any], Any]) -> None:
+    """The other workers do not take part, and a number of one shard is not that of the parameter."""
+    with pytest.raises(TaskFailed, match=r"parameter\.to_local\(\)"):
+        show(sharded_model, look, num_workers=2, lockstep=True)
+
+
+def test_the_own_part_of_a_shard_and_other_modules_may_be_used(sharded_model: nn.Module) -> None:
+    seen: list[float] = []
+
+    def look(model: Any) -> None:
+        part = model.weight.to_local()
+        seen.append(nn.MSELoss()(part, torch.zeros_like(part)).item())
+
+    show(sharded_model, look, num_workers=2, lockstep=True)
+    assert len(seen) == 1
+
+
+def test_a_pass_may_replace_a_buffer_that_is_not_saved() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(2), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.table = torch.ones(len(x))
+            return x + self.table
+
+    show(Positions(), lambda model: model(torch.zeros(3)))
