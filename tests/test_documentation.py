@@ -264,6 +264,7 @@ def needs_ray(command: str) -> bool:
 PAGES_THAT_RUN = sorted({block.page for block in BLOCKS if block.runs and block.commands("orchestrator")})
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES_THAT_RUN)
@@ -285,6 +286,7 @@ def test_commands_run(page: str, tmp_path: Path, shared_cluster: RayCluster) -> 
 PYTHON = [pytest.param(block, id=block.name) for block in BLOCKS if block.language == "python"]
 
 
+@pytest.mark.extended(but_first=4)
 @pytest.mark.parametrize("block", PYTHON)
 def test_python_runs(block: Block, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block.text, encoding="utf-8")

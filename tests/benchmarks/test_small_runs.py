@@ -133,6 +133,7 @@ NOT_RUN = {
 """Benchmarks of which only ``--help`` is tested, and why."""
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.benchmark} {run.flags}")
 def test_the_table_is_complete(run: SmallRun, tmp_path: Path) -> None:
     tables = run_benchmark(run.benchmark, run.flags, tmp_path)

@@ -31,6 +31,7 @@ def _name(process: psutil.Process) -> str:
         return ""
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_sigterm_while_the_cluster_starts(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def test_a_run_in_one_process_is_scraped(tmp_path: Path) -> None:
     watch_and_scrape(start_process(run_dir), run_dir, workers=1)
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 def test_a_run_on_hosts_is_scraped(tmp_path: Path, shared_cluster: RayCluster) -> None:
     run_dir = tmp_path / "run1"

@@ -335,6 +335,7 @@ def test_a_users_task_can_be_planned(call: Call, tmp_path: Path, files: dict[str
     assert json.loads(answer.out)["model"]["samples"] == 32
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", ["misspelled flag", "config that is no YAML", "task that raises in loss"])
 def test_the_program_answers_like_the_function(tmp_path: Path, name: str):
     case = MISTAKES[name]

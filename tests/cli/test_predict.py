@@ -66,6 +66,7 @@ def test_plan_predicts_from_the_calibration_of_this_machine(
     assert predicted["samples"] == 8
 
 
+@pytest.mark.extended
 def test_groups_of_hosts_are_predicted_with_their_experts_and_the_sum_of_the_copies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_step_in_a_cuda_graph_is_said_to_have_one_launch(capsys: pytest.Captur
         assert ("; in a CUDA graph, which has one launch, it may be faster)" in shown) == (switch == "on")
 
 
+@pytest.mark.extended
 def test_weak_scaling_goes_on_where_the_data_ends(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--task synthetic --width 16 --layers 1 --experts 4 --samples 100"
     flags = ["plan", *sizes.split(), "--cluster", "2x8xL4", "--json"]
@@ -237,6 +239,7 @@ def test_a_calibration_of_the_gpu_is_preferred_to_its_data_sheet(tmp_path: Path)
     assert measured[0][0].predicted.step_seconds != known[0][0].predicted.step_seconds
 
 
+@pytest.mark.extended
 def test_predictions_count_the_same_state_as_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """One H200: copies of large experts in bf16, the moments of the optimizer, and an average."""
     sizes = "--task synthetic --width 512 --layers 2 --experts 8 --expert-hidden-size 1024 --vocabulary 64"
@@ -262,6 +265,7 @@ def test_predictions_count_the_same_state_as_the_plan(capsys: pytest.CaptureFixt
         assert after["activations"] < before["activations"]
 
 
+@pytest.mark.extended
 def test_a_plan_for_a_cluster_that_is_too_small_names_one_that_would_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -280,6 +284,7 @@ def test_a_plan_for_a_cluster_that_is_too_small_names_one_that_would_do(
     assert enough["memory"]["total"] <= enough["memory"]["limit"]
 
 
+@pytest.mark.extended
 def test_a_batch_that_is_too_large_is_told_from_a_sample_that_is(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--task synthetic --width 256 --layers 2 --sequence-length 512 --experts 0 --samples 100000"
     given = ["plan", *sizes.split(), "--cluster", "8xL4", "--json"]

@@ -142,6 +142,7 @@ def test_twenty_kills_leave_the_losses_unchanged(tmp_path: Path) -> None:
     assert losses(run_dir) == losses(calm_dir)
 
 
+@pytest.mark.extended
 def test_a_damaged_newest_checkpoint_is_skipped(tmp_path: Path, undisturbed: Losses) -> None:
     run_dir = tmp_path / "run"
     store = CheckpointStore(run_dir / "checkpoints")

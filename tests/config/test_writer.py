@@ -26,6 +26,7 @@ def test_a_written_config_reads_back_the_same(config_file: Path, config: Config)
     assert dump(Resolved(again.config, {})) == config_file.read_text(encoding="utf-8")
 
 
+@pytest.mark.extended(but_first=10)
 @pytest.mark.parametrize("name", VALUES)
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())

@@ -54,6 +54,7 @@ def test_a_script_runs(name: str, tmp_path: Path) -> None:
     assert all((tmp_path / folder).is_dir() for folder in ARGUMENTS.get(name, []))
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 @pytest.mark.parametrize("name", LAST_WORDS_ON_RAY)
 def test_a_script_runs_on_a_cluster(name: str, tmp_path: Path, shared_cluster: RayCluster) -> None:
@@ -68,6 +69,7 @@ def test_a_task_of_a_package_runs_by_the_command_of_its_file(tmp_path: Path) -> 
     assert "f1" in complete(None, tmp_path, arguments)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["first_run", "living_experts"])
 def test_a_notebook_runs_and_has_no_output(name: str, tmp_path: Path) -> None:
     import nbformat

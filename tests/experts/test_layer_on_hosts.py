@@ -222,6 +222,7 @@ def run_bounded(
     return result
 
 
+@pytest.mark.extended(but_first=8)
 @pytest.mark.parametrize("rows", get_args(Rows))
 @pytest.mark.parametrize("name", CASES)
 def test_hosts_equal_one_process(name: str, rows: Rows) -> None:

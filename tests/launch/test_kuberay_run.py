@@ -15,6 +15,7 @@ from tests.support.hosts.cluster import RayCluster, local_cluster
 from tests.support.runs.cli_runs import QUIET, SIZES, read_summary
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_the_entry_point_trains_on_the_nodes_and_continues(tmp_path: Path) -> None:

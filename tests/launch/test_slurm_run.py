@@ -145,6 +145,7 @@ def finish(process: subprocess.Popen[str], job: SlurmJob) -> int:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_a_job_near_its_time_limit_saves_is_queued_again_and_continues(job: SlurmJob) -> None:

@@ -105,6 +105,7 @@ def wait_for_end(leaders: list[int]) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_hosts_are_started_train_and_are_stopped(hosts: Hosts) -> None:

@@ -81,11 +81,13 @@ class Diverging(Digits):
         return Loss(loss.sum * float("nan"), loss.count, loss.metrics, loss.loads)
 
 
+@pytest.mark.extended
 def test_a_diverging_run_has_no_throughput() -> None:
     with pytest.raises(TrainingFailed, match="the loss is nan"):
         run_trial(TrialLimits(0.1), task=Diverging(Config.of(**TINY)))
 
 
+@pytest.mark.extended
 def test_a_model_that_does_not_compile_is_not_measured_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     real_compile = torch.compile
     logger = logging.getLogger("torch._dynamo.guards.__recompiles")
@@ -105,6 +107,7 @@ class TooLarge(Digits):
         raise torch.OutOfMemoryError("too large")
 
 
+@pytest.mark.extended
 def test_a_trial_that_runs_out_of_memory_is_not_measured_in_halves() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="micro-batch of 16"):
         run_trial(TrialLimits(0.1), task=TooLarge(Config.of(**TINY)))

@@ -34,6 +34,7 @@ def environment(distributions: Distributions, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_commands_of_the_installed_wheel_run_in_an_empty_folder(environment: Path, tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()

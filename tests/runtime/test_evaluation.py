@@ -44,6 +44,7 @@ def test_three_workers_agree_with_the_training_in_one_process(
     assert "Traceback" not in output
 
 
+@pytest.mark.extended
 def test_workers_continue_prompts_as_one_process_does(shared_cluster: RayCluster, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     data = save_sums(tmp_path / "sums.jsonl")
@@ -85,6 +86,7 @@ def _damage(run_dir: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.extended
 def test_an_evaluation_that_loses_a_worker_begins_again_once(
     shared_cluster: RayCluster, tmp_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return single_process_losses(tmp_path_factory.mktemp("calm") / "run", *LENGTH)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("settings", "lost_rank"),
     [
@@ -151,6 +152,7 @@ def test_a_run_survives_a_lost_worker_and_a_lost_driver(
     check_resumed(start(cluster, url, *settings), acknowledged, calm)
 
 
+@pytest.mark.extended
 def test_each_node_downloads_the_checkpoint_that_is_evaluated(cluster: RayCluster, s3: ObjectServer) -> None:
     url = s3.url(f"evaluation-{uuid4().hex}")
     folder = cluster.folder / "drivers" / uuid4().hex[:8]

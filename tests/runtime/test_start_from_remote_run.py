@@ -79,6 +79,7 @@ def drive(cluster: RayCluster, folder: Path, *extra: str) -> str:
     return complete(cluster, folder, arguments)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "strategy", [pytest.param("data_parallel", marks=pytest.mark.slow), "expert_parallel"]
 )
@@ -101,6 +102,7 @@ def test_nodes_without_a_shared_disk_resume_another_run(
     assert f"checkpoints/step_{STEPS:08d}" in " ".join(RemoteFolder(url).files())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("place", ["drivers", pytest.param("shared", marks=pytest.mark.slow)])
 def test_a_run_on_a_drive_that_all_nodes_share_begins_with_remote_weights(
     cluster: RayCluster, s3: ObjectServer, earlier: EarlierRun, place: str
@@ -126,6 +128,7 @@ def test_a_run_on_a_drive_that_all_nodes_share_begins_with_remote_weights(
     assert losses(run_dir)[0] < earlier.losses[0]
 
 
+@pytest.mark.extended
 def test_nodes_that_cannot_read_the_other_run_end_the_run_before_it_starts(
     cluster: RayCluster, s3: ObjectServer, earlier: EarlierRun
 ) -> None:

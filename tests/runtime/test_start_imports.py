@@ -50,6 +50,7 @@ def loaded(modules: Iterable[str], unwanted: Iterable[str]) -> list[str]:
     return result.stdout.split()
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("process", CASES)
 def test_a_process_imports_nothing_that_it_does_not_need_to_start(process: str) -> None:
     modules, unwanted = CASES[process]

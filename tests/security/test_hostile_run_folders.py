@@ -122,6 +122,7 @@ TREES: dict[str, Callable[[Scene], str]] = {
 }
 
 
+@pytest.mark.extended(but_first=5)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("name", ["config.yaml", "plan.json", "summary.json"])
@@ -258,6 +259,7 @@ def append_events(scene: Scene, *names: str) -> None:
         file.write("\n".join(lines) + "\n")
 
 
+@pytest.mark.extended(but_first=3)
 @pytest.mark.parametrize("name", EVENTS)
 def test_a_hostile_event_log_can_be_shown_and_continued(scene: Scene, name: str) -> None:
     append_events(scene, name)

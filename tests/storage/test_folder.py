@@ -217,6 +217,7 @@ def test_names_that_lead_elsewhere_are_not_listed(s3: ObjectServer) -> None:
     assert set(RemoteFolder(s3.url(prefix)).files()) == {"good"}
 
 
+@pytest.mark.extended(but_first=1)
 def test_data_is_copied_once_and_again_when_it_has_changed(
     folder: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def outcomes_by_name(path: Path) -> dict[str, str]:
     return {test.split("::")[1]: each.outcome for test, each in read_outcomes(path).latest.items()}
 
 
+@pytest.mark.extended
 def test_a_killed_run_keeps_what_ended_and_the_rest_is_run_alone(tmp_path: Path) -> None:
     file = tmp_path / "outcomes.jsonl"
     first = run(tmp_path, "--outcomes", str(file))
@@ -86,6 +87,7 @@ def test_a_killed_run_keeps_what_ended_and_the_rest_is_run_alone(tmp_path: Path)
     assert outcomes_by_name(file) == now
 
 
+@pytest.mark.extended
 def test_workers_leave_the_record_to_the_process_that_leads_them(tmp_path: Path) -> None:
     file = tmp_path / "outcomes.jsonl"
     result = run(tmp_path, "--outcomes", str(file), "-n", "2")

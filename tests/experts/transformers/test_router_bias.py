@@ -34,6 +34,7 @@ def on_hosts() -> list[dict[tuple[str, int], BiasRun]]:
     return run_ranks(train_with_bias_on_hosts, 3, list(BIASED_FAMILIES), timeout=300.0)
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("hosts", [1, 2, 3])
 @pytest.mark.parametrize("name", BIASED_FAMILIES)
 def test_biases_move_as_in_one_process(name: str, hosts: int) -> None:

@@ -61,6 +61,7 @@ def counts(ops: MicroBatchOps) -> dict[str, Any]:
     return fields
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_a_trace_of_few_blocks_has_the_operations_of_all(
@@ -142,6 +143,7 @@ def test_blocks_that_run_twice_are_traced_as_a_whole() -> None:
     assert sum(product.times for product in ops.products) == 16 * 3 - 1
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_large_models_are_traced_with_few_blocks_and_have_all_parameters(
     name: str, traced_blocks: list[int]

@@ -46,6 +46,7 @@ def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
     return psutil.wait_procs(processes, timeout=_EXIT_SECONDS)[1]
 
 
+@pytest.mark.extended
 def test_in_a_cluster_it_leaves_no_actor(shared_cluster: RayCluster, tmp_path: Path) -> None:
     process = start_run(shared_cluster, tmp_path / "run", "--epochs", "100000", "--workers", "2")
     assert still_running(interrupt_twice(process)) == []

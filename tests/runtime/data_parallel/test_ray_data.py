@@ -70,6 +70,7 @@ def losses_of(run_dir: Path) -> list[float]:
     return [event["loss"] for event in by_step(read_events(run_dir / "events.jsonl"))]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("materialize", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_three_and_two_workers_see_what_one_process_sees(
     shared_cluster: RayCluster, tmp_path: Path, materialize: bool

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 ALONE_STEPS = 7
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("buffer", [0, pytest.param(128, marks=pytest.mark.slow)])
 def test_one_three_and_two_workers_with_kills_see_what_one_process_sees(
     shared_cluster: RayCluster, tmp_path: Path, buffer: int

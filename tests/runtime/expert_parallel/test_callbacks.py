@@ -87,6 +87,7 @@ class Look(Callback):
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["data_parallel", "expert_parallel"])
 def test_the_main_worker_shows_its_part_of_the_model(
     shared_cluster: RayCluster, tmp_path: Path, strategy: str

@@ -82,6 +82,7 @@ def logits_of(model: Any, task: LanguageModel) -> Tensor:
     return model(**inputs, use_cache=False).logits
 
 
+@pytest.mark.extended
 def test_adapters_are_trained_through_a_kill_and_exported(job: Job, tmp_path: Path) -> None:
     """Snapshots hold the adapters alone: a new host reads the weights of its experts from the files."""
     import peft
@@ -104,6 +105,7 @@ def test_adapters_are_trained_through_a_kill_and_exported(job: Job, tmp_path: Pa
         torch.testing.assert_close(logits_of(model, task), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_a_fine_tuned_model_is_exported_after_two_kills(job: Job, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

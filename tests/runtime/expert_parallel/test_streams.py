@@ -19,6 +19,7 @@ from tests.support.runs.streamed_runs import SAMPLES, check_streamed, streamed_f
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("buffer", [128, pytest.param(0, marks=pytest.mark.slow)])
 def test_one_three_and_two_hosts_with_kills_see_what_one_process_sees(
     shared_cluster: RayCluster, tmp_path: Path, buffer: int

@@ -126,6 +126,7 @@ def test_a_frozen_rank_leaves_no_process() -> None:
     assert not any(is_alive(process.pid) for process in ranks.processes)
 
 
+@pytest.mark.extended
 def test_ranks_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(

@@ -56,6 +56,7 @@ def test_a_model_with_new_adapters_computes_what_its_files_do(config: Config) ->
         torch.testing.assert_close(ours, expected(**inputs).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_the_plan_knows_that_few_weights_are_trained(config: Config) -> None:
     facts = model_facts(LanguageModel(config), "cpu", "bf16")
     model = LanguageModel(config).build_model()

@@ -76,6 +76,7 @@ def test_resume_evaluate_and_export_need_no_files_of_the_model(tmp_path: Path) -
     torch.testing.assert_close(logits(tmp_path / "exported"), logits(tmp_path / "expected"), rtol=0, atol=0)
 
 
+@pytest.mark.extended
 def test_a_config_that_was_changed_later_changes_nothing(tmp_path: Path) -> None:
     config = lm_config(tmp_path)
     run = train(config, tmp_path / "run", STEPS // 2)
@@ -96,6 +97,7 @@ def test_without_a_checkpoint_the_weights_are_read_or_missed(tmp_path: Path) -> 
         task.initialise(task.build_model())
 
 
+@pytest.mark.extended
 def test_adapters_are_resumed_and_merged_with_the_weights_of_their_model_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -315,6 +315,7 @@ def test_the_same_pass_has_the_same_bits(config: Config) -> None:
     assert all(torch.equal(gradient, same[name]) for name, gradient in gradients.items())
 
 
+@pytest.mark.extended
 def test_a_compiled_model_has_the_loss_and_gradients_of_a_plain_one() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -341,6 +342,7 @@ def test_a_compiled_model_has_the_loss_and_gradients_of_a_plain_one() -> None:
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.extended
 def test_the_plan_knows_that_logits_need_little_memory(config: Config) -> None:
     task = LanguageModel(config)
     vocabulary = task.model_config.vocab_size

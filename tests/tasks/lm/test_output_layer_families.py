@@ -11,17 +11,20 @@ from tests.support.lm.families import FAMILIES
 from tests.support.lm.output_losses import Case, assert_equal, train_both, train_both_on_host
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_process_has_the_gradients_of_whole_logits(name: str) -> None:
     assert_equal(*train_both(Case(name), World.single_process()))
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", ["Qwen3-MoE", "Granite-MoE", "GPT-OSS"])
 def test_adapters_and_recomputed_blocks_have_the_gradients_of_whole_logits(name: str) -> None:
     assert_equal(*train_both(Case(name, lora=True), World.single_process()))
     assert_equal(*train_both(Case(name, recompute=True), World.single_process()))
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     "cases",
     [

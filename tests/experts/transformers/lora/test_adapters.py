@@ -56,6 +56,7 @@ def runs(name: str, hosts: int) -> list[LoraRun]:
     return [ranks[name] for ranks in on_hosts()]
 
 
+@pytest.mark.extended(but_first=3)
 @pytest.mark.parametrize("hosts", [1, 3])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_equal_those_of_peft(name: str, hosts: int) -> None:
