@@ -133,6 +133,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"model": save_tiny_model(folder / "model"), "data": save_sums(folder / "sums.jsonl", 24)}
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_each_pair_of_settings_trains_on_hosts_as_in_one_process(

@@ -222,6 +222,7 @@ def on_three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", TWO_EXPERTS)
 def test_a_run_with_a_host_without_experts_equals_one_process(
     name: str, on_three_hosts: Path, tmp_path: Path

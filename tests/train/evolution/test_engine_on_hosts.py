@@ -56,6 +56,7 @@ def assert_equal_to_one_process(hosts: list[dict[str, Any]], expected: dict[str,
             assert all(torch.equal(tensor, other) for other in others), key
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("hosts", [2, 3, 4])
 def test_a_random_sequence_of_changes_equals_one_process(hosts: int) -> None:
     cases = [make_case(seed, hosts) for seed in range(4)]

@@ -91,6 +91,7 @@ def assert_each_sample_once(task: Tiny, results: Sequence[Sequence[SegmentResult
             assert sorted(samples) == all_samples
 
 
+@pytest.mark.extended
 @settings(max_examples=4, derandomize=True, phases=(Phase.explicit, Phase.generate))
 @given(seeds, interruptions, hosts_of_segments)
 @example(1, {2: "save", 5: "lost in the change", 7: "resume"}, [4, 3, 2])

@@ -112,6 +112,7 @@ def steps_to_resume_at(whole: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize(
     "moment",
     ["before a birth", "after a birth", "a twin", "the ramp", "after a merge", "between observations"],
@@ -179,6 +180,7 @@ def resume_on_host(rank: int, size: int, store: str, run_dir: Path) -> None:
         )
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("moment", ["a twin", "the ramp"])
 def test_three_hosts_continue_a_run_of_one_process(whole: Path, moment: str, tmp_path: Path) -> None:
     step = steps_to_resume_at(whole)[moment]

@@ -62,6 +62,7 @@ def logits(model: Any) -> Tensor:
     return model.eval()(input_ids=tokens(3)).logits
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_merged_model_computes_what_the_adapters_do_beside_theirs(
     name: str, folder: Path, tmp_path: Path
