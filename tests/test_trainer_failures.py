@@ -230,7 +230,7 @@ def test_a_full_disk_costs_the_record_but_not_the_result(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(file, data)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
 
     monkeypatch.setattr("orchestrator.record.files.events.os.write", limited)
