@@ -9,7 +9,11 @@ from torch import Tensor, nn
 
 def is_shard(tensor: Tensor) -> bool:
     """Return whether a tensor is a worker's shard of a larger one (a ``DTensor``)."""
-    return hasattr(tensor, "to_local")
+    return is_shard_type(type(tensor))
+
+
+def is_shard_type(kind: type) -> bool:
+    return hasattr(kind, "to_local")
 
 
 def local_part(tensor: Tensor) -> Tensor:

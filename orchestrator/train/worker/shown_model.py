@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +16,7 @@ from orchestrator.errors import UserError
 from orchestrator.record.callbacks.callback_values import ModelMoment
 from orchestrator.record.callbacks.callbacks import CallbackRunner
 from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.parts.shards import local_part
+from orchestrator.train.parts.shards import is_shard_type, local_part
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.worker.torch_settings import preserved_random_state
 
@@ -121,7 +120,7 @@ class _NoCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_number = func is torch.ops.aten._local_scalar_dense.default
-        of_shards = any(issubclass(kind, DTensor) for kind in types)
+        of_shards = any(is_shard_type(kind) for kind in types)
         if func.namespace in _COLLECTIVES or (is_number and of_shards):
             raise UserError(
                 "on_model computed with a sharded parameter, which the other workers would have to do too. "
