@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from orchestrator.data.parquet import ParquetRows
     from orchestrator.data.source import Source
     from orchestrator.evaluations import EvaluationResult
-    from orchestrator.record.callbacks.callbacks import Callback, Request
+    from orchestrator.live.callbacks.callbacks import Callback, Request
     from orchestrator.record.machine.monitor import Monitor
     from orchestrator.report.run.frames import read_run
     from orchestrator.report.run.graph_files import read_expert_graph
@@ -33,13 +33,13 @@ _HOMES = {
     "AUC": "orchestrator.tasks.metrics",
     "F1": "orchestrator.tasks.metrics",
     "Perplexity": "orchestrator.tasks.metrics",
-    "Callback": "orchestrator.record.callbacks.callbacks",
+    "Callback": "orchestrator.live.callbacks.callbacks",
     "Config": "orchestrator.config.settings",
     "EvaluationResult": "orchestrator.evaluations",
     "JsonLines": "orchestrator.data.json_lines",
     "Metric": "orchestrator.config.metric",
     "ParquetRows": "orchestrator.data.parquet",
-    "Request": "orchestrator.record.callbacks.callbacks",
+    "Request": "orchestrator.live.callbacks.callbacks",
     "Trainer": "orchestrator.trainer",
     "Result": "orchestrator.result",
     "Source": "orchestrator.data.source",

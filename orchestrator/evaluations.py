@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
+from orchestrator.live.screen.evaluation_screen import EvaluationScreen
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.record.screen.evaluation_screen import EvaluationScreen
 from orchestrator.redaction import mask_tree
 from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.types import VERSION, Choice, counted
 
 if TYPE_CHECKING:
+    from orchestrator.run.prepared_run import PreparedRun
     from orchestrator.tasks.task import Task
     from orchestrator.train.remote.opened_checkpoint import OpenedCheckpoint
-    from orchestrator.train.worker.prepared_run import PreparedRun
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class CheckpointEvaluation:
         return with_split(task, self._split)
 
     def run_in_process(self, prepared: PreparedRun) -> EvaluationResult:
-        from orchestrator.train.parts.world import World
+        from orchestrator.train.group.world import World
         from orchestrator.train.worker.checkpoint_evaluation import evaluate_checkpoint
         from orchestrator.train.worker.torch_settings import preserved_random_state, torch_settings
 
@@ -128,7 +128,7 @@ class CheckpointEvaluation:
         return prepared
 
     def _banner_rows(self, prepared: PreparedRun) -> list[tuple[str, str]]:
-        from orchestrator.train.worker.prepared_run import banner_rows
+        from orchestrator.run.prepared_run import banner_rows
         from orchestrator.train.worker.resume import experts_to_show
 
         checkpoint = self._checkpoint
@@ -206,7 +206,7 @@ def _with_batch_of_run(prepared: PreparedRun, run_dir: Path) -> PreparedRun:
     """Return the plan with the evaluation batch that the run had on as many workers.
 
     So the sums are those of the run, to the last bit; the plan may have had other memory to divide."""
-    from orchestrator.train.worker.plan_file import read_earlier_plan
+    from orchestrator.run.plan_file import read_earlier_plan
 
     earlier = read_earlier_plan(run_dir)
     plan = prepared.plan

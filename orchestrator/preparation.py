@@ -17,9 +17,9 @@ from orchestrator.plan.workers import choose_strategy
 
 if TYPE_CHECKING:
     from orchestrator.measure.tracing.fake_batches import TrainingData
+    from orchestrator.run.prepared_run import PreparedRun
+    from orchestrator.run.run_settings import ResumedSettings
     from orchestrator.tasks.task import Task
-    from orchestrator.train.worker.prepared_run import PreparedRun
-    from orchestrator.train.worker.run_settings import ResumedSettings
 
 
 def prepare_run(
@@ -35,11 +35,11 @@ def prepare_run(
     Further traces of the task may share ``data``."""
     from orchestrator.measure.tracing.metric_names import check_validation_metrics
     from orchestrator.measure.tracing.model_facts import model_facts
+    from orchestrator.run.plan_file import earlier_global_batch, read_earlier_plan
+    from orchestrator.run.prepared_run import PreparedRun
+    from orchestrator.run.run_settings import all_changes
     from orchestrator.tasks.read_settings import check_settings_taken
     from orchestrator.train.worker.build import watched_metric
-    from orchestrator.train.worker.plan_file import earlier_global_batch, read_earlier_plan
-    from orchestrator.train.worker.prepared_run import PreparedRun
-    from orchestrator.train.worker.run_settings import all_changes
 
     config = resolved.config
     # Refuses a metric without a direction, of another task or without values, before anything is written.

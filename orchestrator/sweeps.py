@@ -24,19 +24,19 @@ from orchestrator.storage.address import refuse_address
 from orchestrator.types import VERSION, speed_text
 
 if TYPE_CHECKING:
-    from orchestrator.record.screen.sweep_screen import SweepScreen
+    from orchestrator.live.screen.sweep_screen import SweepScreen
+    from orchestrator.run.prepared_run import PreparedRun
     from orchestrator.runtime.sweep.devices import SweepDevices
-    from orchestrator.train.worker.prepared_run import PreparedRun
 
 
 def run_trials(
     sweep: Sweep, prepared: PreparedRun, devices: SweepDevices, earlier: SweepRecord | None, quiet: bool
 ) -> SweepRecord:
     """Run the trials that are not done yet, and draw the report."""
-    from orchestrator.record.screen.sweep_screen import SweepScreen
+    from orchestrator.live.screen.sweep_screen import SweepScreen
+    from orchestrator.run.run_dir import check_links
     from orchestrator.runtime.sweep.run import SweepRun
     from orchestrator.train.worker.observers import stop_on_signal
-    from orchestrator.train.worker.run_dir import check_links
 
     check_comparable(sweep, prepared, devices, earlier)
     folder = earlier.folder if earlier else _new_folder(prepared.resolved.config)
@@ -60,7 +60,7 @@ def run_trials(
 
 def finish_sweep(sweep: Sweep, folder: Path, quiet: bool) -> SweepRecord:
     """Draw the report of a sweep whose trials are all done, and say how it ended."""
-    from orchestrator.record.screen.sweep_screen import SweepScreen
+    from orchestrator.live.screen.sweep_screen import SweepScreen
 
     screen = SweepScreen(quiet=quiet, objective=sweep.objective, secrets=secret_values())
     screen.note(f"all {sweep.num_trials} trials of {folder} are done already; drawing the report again")
@@ -192,7 +192,7 @@ def _named_folder(config: Config) -> Path | None:
 
 
 def _new_folder(config: Config) -> Path:
-    from orchestrator.train.worker.run_dir import task_name
+    from orchestrator.run.run_dir import task_name
 
     check_new(config)
     default = results_folder() / f"sweep-{task_name(config)}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -17,6 +17,10 @@ from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import changed_settings, with_absolute_paths
 from orchestrator.errors import UserError
+from orchestrator.live.callbacks.callbacks import CallbackRunner, as_callbacks, load_callbacks
+from orchestrator.live.metrics.endpoint import RunMetrics, metrics_endpoint
+from orchestrator.live.screen.screen import Screen
+from orchestrator.live.trackers.tracker_backends import check_trackers
 from orchestrator.plan.device import choose_worker_device
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import (
@@ -37,10 +41,6 @@ from orchestrator.plan.workers import (
     workers_flag,
 )
 from orchestrator.preparation import prepare_run
-from orchestrator.record.callbacks.callbacks import CallbackRunner, as_callbacks, load_callbacks
-from orchestrator.record.live.endpoint import RunMetrics, metrics_endpoint
-from orchestrator.record.screen.screen import Screen
-from orchestrator.record.trackers.tracker_backends import check_trackers
 from orchestrator.result import Result
 from orchestrator.storage.address import location_text
 from orchestrator.tasks.generation import MAX_NEW_TOKENS, GenerationOptions
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from orchestrator.evaluations import CheckpointEvaluation, EvaluationResult
     from orchestrator.measure.bench import BenchResult
     from orchestrator.record.files.ledger import SweepRecord
+    from orchestrator.run.prepared_run import PreparedRun
+    from orchestrator.run.run_settings import ResumedSettings
     from orchestrator.tasks.task import Task
     from orchestrator.train.remote.run import RemoteRun
     from orchestrator.train.worker.batch_size import BatchSizeResult
-    from orchestrator.train.worker.prepared_run import PreparedRun
-    from orchestrator.train.worker.run_settings import ResumedSettings
     from orchestrator.training_run import TrainingRun
 
 
@@ -154,7 +154,7 @@ class Trainer:
         """Let a resumed run have the settings of its folder, except for those that are given again."""
         if self.resolved.config.checkpoint.resume is None:
             return
-        from orchestrator.train.worker.run_settings import resume_settings
+        from orchestrator.run.run_settings import resume_settings
 
         self._resumed = resume_settings(self.resolved, results_folder())
         if self._resumed is not None:
@@ -187,7 +187,7 @@ class Trainer:
 
     def find_batch_size(self) -> BatchSizeResult:
         """Return the choice of ``--batch-size auto``: the largest batch on a GPU, the fastest on a CPU."""
-        from orchestrator.train.parts.world import World
+        from orchestrator.train.group.world import World
         from orchestrator.train.worker.batch_probe import find_batch
         from orchestrator.train.worker.torch_settings import torch_settings
 
@@ -243,8 +243,8 @@ class Trainer:
             hardware = self._take_inventory()
             if choose_strategy(config, hardware, in_cluster()).value == "single":
                 return self._run_in_process(self._prepare(hardware, None))
+        from orchestrator.run.run_dir import check_unused
         from orchestrator.train.strategies.placement_file import check_placement_file
-        from orchestrator.train.worker.run_dir import check_unused
 
         # A cluster takes a while to start: checks that need none come first.
         named = results_folder() / config.run.name if config.run.name else None
@@ -359,8 +359,8 @@ class Trainer:
 
     def _run_in_process(self, prepared: PreparedRun) -> Result:
         """Train in this process."""
+        from orchestrator.run.run_dir import opened_run_dir
         from orchestrator.train.worker.resume import check_start_checkpoint
-        from orchestrator.train.worker.run_dir import opened_run_dir
 
         config = prepared.resolved.config
         check_start_checkpoint(config)
@@ -369,11 +369,11 @@ class Trainer:
 
     def _run_on_workers(self, joined: bool) -> Result:
         """Train on the workers of a cluster; ``joined`` if the cluster was running already."""
+        from orchestrator.run.run_dir import opened_run_dir
         from orchestrator.runtime.cluster.prestart import prestart_workers
         from orchestrator.runtime.cluster.survey import survey
         from orchestrator.train.strategies.placement_file import placement_file
         from orchestrator.train.worker.resume import check_start_checkpoint
-        from orchestrator.train.worker.run_dir import opened_run_dir
 
         start_s = perf_counter()
         cluster, node = survey(self._take_inventory(), joined)

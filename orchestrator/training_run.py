@@ -10,14 +10,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.live.callbacks.callbacks import CallbackRunner
+from orchestrator.live.metrics.endpoint import RunMetrics
+from orchestrator.live.screen.screen import Screen
 from orchestrator.plan.evolution import unused_thresholds
 from orchestrator.plan.experts import unused_settings
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.record.callbacks.callbacks import CallbackRunner
 from orchestrator.record.files.events import DriverLog, Event, Listener
-from orchestrator.record.live.endpoint import RunMetrics
-from orchestrator.record.screen.screen import Screen
 from orchestrator.record.summary.summary import write_json
 from orchestrator.result import Result
 from orchestrator.types import counted
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from orchestrator.config.settings import Config
+    from orchestrator.run.prepared_run import PreparedRun
+    from orchestrator.run.run_settings import ResumedSettings
     from orchestrator.train.remote.run import RemoteRun
-    from orchestrator.train.worker.prepared_run import PreparedRun
-    from orchestrator.train.worker.run_settings import ResumedSettings
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class TrainingRun:
 
     def in_process(self, prepared: PreparedRun, run_dir: Path) -> Result:
         """Train in this process, to the end."""
-        from orchestrator.train.parts.world import World
+        from orchestrator.train.group.requests import Requests
+        from orchestrator.train.group.world import World
         from orchestrator.train.remote.run import mirroring
-        from orchestrator.train.requests import Requests
         from orchestrator.train.worker.final_model import final_model
         from orchestrator.train.worker.observers import open_event_log, stop_on_signal, with_requests_of
         from orchestrator.train.worker.run import Supervision, count_starts, record_failure, run_worker
@@ -107,10 +107,10 @@ class TrainingRun:
         return [self.metrics]
 
     def _show_banner(self, prepared: PreparedRun, run_dir: Path) -> None:
-        from orchestrator.train.worker.prepared_run import banner_rows, loss_note
+        from orchestrator.run.prepared_run import banner_rows, loss_note
+        from orchestrator.run.run_dir import remote_of
+        from orchestrator.run.run_settings import resume_lines
         from orchestrator.train.worker.resume import experts_to_show
-        from orchestrator.train.worker.run_dir import remote_of
-        from orchestrator.train.worker.run_settings import resume_lines
 
         config = prepared.resolved.config
         saved = experts_to_show(config, run_dir)
@@ -126,8 +126,8 @@ class TrainingRun:
 
     def _show_failure(self, config: Config, run_dir: Path, starts_before: int) -> None:
         """Show how a run that has failed can be continued, if it has begun and left a checkpoint."""
+        from orchestrator.run.run_dir import after_failure
         from orchestrator.train.worker.run import count_starts
-        from orchestrator.train.worker.run_dir import after_failure
 
         # An error in here must not hide the failure itself.
         with suppress(Exception):
@@ -139,8 +139,8 @@ class TrainingRun:
     def _finish(self, status: str, run_dir: Path, model: nn.Module, held: Sequence[Event]) -> Result:
         """Write summary and report, and return the result. ``held`` are events that could not be written."""
         from orchestrator.report.run.page import draw_report
+        from orchestrator.run.run_dir import read_summary, resume_call, summary_lines
         from orchestrator.train.worker.final_model import copy_model
-        from orchestrator.train.worker.run_dir import read_summary, resume_call, summary_lines
 
         summary = read_summary(run_dir, held)
         if self.model is not None:

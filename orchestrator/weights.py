@@ -16,9 +16,9 @@ def load_weights(model: nn.Module, checkpoint: str | Path, average: bool = False
     that were born, merged or pruned in it are built. With ``average`` it gets the average of
     ``--ema-decay``. Nothing is unpickled.
     """
+    from orchestrator.checkpoint.files import load
+    from orchestrator.checkpoint.progress import read_progress
     from orchestrator.plan.inventory.hardware import results_folder
-    from orchestrator.train.checkpoint.files import load
-    from orchestrator.train.checkpoint.progress import read_progress
     from orchestrator.train.remote.opened_checkpoint import opened_checkpoint
     from orchestrator.train.worker.final_model import restore_weights, weight_kinds, with_average
 

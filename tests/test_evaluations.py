@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from orchestrator import Config, Loss, TensorData, Trainer
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.cli.main import main
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.report.run.page import draw_report
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.remote import mirror
 from tests.support.lm.language_models import lm_config

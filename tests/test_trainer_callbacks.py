@@ -17,7 +17,7 @@ from orchestrator import Callback, Config, Request, Trainer
 from orchestrator.config.space_parser import parse_space
 from orchestrator.config.sweep import Sweep
 from orchestrator.errors import TaskFailed, UserError
-from orchestrator.record.callbacks.callback_values import (
+from orchestrator.live.callbacks.callback_values import (
     EndInfo,
     EvaluationInfo,
     ModelInfo,

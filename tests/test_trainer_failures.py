@@ -19,7 +19,7 @@ from torch import nn
 
 from orchestrator import Callback, Loss, Metric, Trainer
 from orchestrator.errors import TaskFailed, TrainingFailed, UserError
-from orchestrator.record.callbacks.callback_values import StepInfo
+from orchestrator.live.callbacks.callback_values import StepInfo
 from orchestrator.record.files.events import by_step, of_kind
 from orchestrator.result import Result
 from orchestrator.train.checkpoint.writer import CheckpointWriter
@@ -193,7 +193,7 @@ def test_an_error_in_a_loader_process_is_reported_like_any_other(tmp_path: Path)
 
 
 def test_a_full_disk_is_a_warning_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchestrator.train.checkpoint import store
+    from orchestrator.checkpoint import store
 
     write_manifest = store.write_manifest
     num_calls = 0
@@ -245,7 +245,7 @@ def test_a_full_disk_costs_the_record_but_not_the_result(
 
 
 def test_a_tracker_that_fails_is_a_warning_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchestrator.record.trackers import tracker_backends
+    from orchestrator.live.trackers import tracker_backends
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("no tracker today")

@@ -28,7 +28,7 @@ from experts.transformers.files.original import OriginalNames, Stored, plan_writ
 from experts.transformers.files.reading import no_progress, read_weights
 from experts.transformers.files.writing import write_weights
 from experts.transformers.registration import use
-from orchestrator.train.checkpoint.files import HostPart, write_manifest, write_part
+from orchestrator.checkpoint.files import HostPart, write_manifest, write_part
 from orchestrator.train.export.weights import ExportForm, export_checkpoint
 
 GB = 10**9

@@ -29,22 +29,22 @@ from experts.rebalance.decisions import layer_imbalance
 from experts.rebalance.replicas import replica_placement
 from experts.structure import LayerStructure
 from experts.types import Routing
+from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.config.settings import Config
 from orchestrator.record.files.log import SilentLog
 from orchestrator.tasks.task import Loss, Task, TensorData
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
-from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.device.clock import PhaseClock
+from orchestrator.train.device.precision import Precision
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.clock import PhaseClock
-from orchestrator.train.parts.named_optimizers import build_named_optimizer
-from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
+from orchestrator.train.optim.named_optimizers import build_named_optimizer
+from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from orchestrator.train.worker.build_evolution import CHANGE_SECONDS

@@ -33,14 +33,14 @@ from experts.model import place
 from orchestrator.config.settings import Config
 from orchestrator.measure.timed_steps import ignore_events, step_seconds
 from orchestrator.tasks.load import load_task
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.clock import PhaseClock
-from orchestrator.train.parts.named_optimizers import build_named_optimizer
-from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, recoverable_world
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.device.clock import PhaseClock
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, recoverable_world
+from orchestrator.train.optim.named_optimizers import build_named_optimizer
+from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 

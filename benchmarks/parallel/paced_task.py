@@ -21,7 +21,7 @@ from experts.layer import MoELayer
 from experts.model import initialise
 from orchestrator.config.settings import Config
 from orchestrator.tasks.task import Loss, Task, TensorData
-from orchestrator.train.loop import Loop
+from orchestrator.train.loop.loop import Loop
 
 WIDTH = 8
 SAMPLES = 64

@@ -31,9 +31,9 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.hardware import inventory
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.tasks.load import load_task
-from orchestrator.train.parts.memory import free_cached, peak_memory, reset_peak
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.device.memory import free_cached, peak_memory, reset_peak
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.torch_settings import torch_settings
 
 QUIET = 0.04  # share of the processors that other processes may use during a measurement

@@ -15,8 +15,8 @@ import torch
 
 from orchestrator.measure.calibration.link_bandwidth import measured_links
 from orchestrator.plan.cost.machine import Interconnect, Link
-from orchestrator.train.parts.stores import tcp_store
-from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.group.stores import tcp_store
+from orchestrator.train.group.world import process_group_world
 
 _TIMEOUT_S = 120.0
 

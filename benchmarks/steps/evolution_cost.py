@@ -24,23 +24,23 @@ from experts.evolution.rules import EvolutionRules
 from experts.gate import Gate
 from experts.statistics import ExpertStatistics
 from experts.types import Routing
+from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.config.settings import Config
 from orchestrator.record.files.log import SilentLog
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.text import Text
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
-from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.device.clock import PhaseClock
+from orchestrator.train.device.precision import Precision
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.evolution.policy import RulesPolicy
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.clock import PhaseClock
-from orchestrator.train.parts.named_optimizers import build_named_optimizer
-from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
+from orchestrator.train.optim.named_optimizers import build_named_optimizer
+from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.base import Strategy
 

@@ -26,15 +26,15 @@ from torch.nn import functional as F
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
-from orchestrator.record.callbacks.callback_values import EvaluationInfo, StepInfo
-from orchestrator.record.callbacks.callbacks import Callback, CallbackRunner
+from orchestrator.live.callbacks.callback_values import EvaluationInfo, StepInfo
+from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner
 from orchestrator.record.files.events import EventLog
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.metrics import AUC
 from orchestrator.tasks.task import Loss, Task, TensorData
-from orchestrator.train.loop import Loop
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
+from orchestrator.train.loop.loop import Loop
 from orchestrator.train.worker.build import WorkerContext, build_training
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
 

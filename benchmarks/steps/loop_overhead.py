@@ -32,17 +32,17 @@ from torch.nn import functional as F
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
-from orchestrator.record.callbacks.callback_values import StepInfo
-from orchestrator.record.callbacks.callbacks import Callback, CallbackRunner
+from orchestrator.live.callbacks.callback_values import StepInfo
+from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner
+from orchestrator.live.trackers.trackers import TrackerThread
 from orchestrator.record.files.events import EventLog
 from orchestrator.record.machine.monitor import Monitor
-from orchestrator.record.trackers.trackers import TrackerThread
 from orchestrator.tasks import token_loss
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.tasks.task import Task, TensorData
-from orchestrator.train.loop import Loop
-from orchestrator.train.parts.world import World
-from orchestrator.train.training import LoopHooks
+from orchestrator.train.group.world import World
+from orchestrator.train.loop.loop import Loop
+from orchestrator.train.loop.training import LoopHooks
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer

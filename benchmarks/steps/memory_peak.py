@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.support import markdown_table
-from orchestrator.train.parts.clock import PhaseClock
+from orchestrator.train.device.clock import PhaseClock
 from orchestrator.train.stepper import Stepper
 from orchestrator.types import GIB
 

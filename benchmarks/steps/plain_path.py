@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from experts.kernels import fused_experts, slot_sort
 from orchestrator.tasks import token_loss
-from orchestrator.train.parts import adamw, gradient_norm
+from orchestrator.train.optim import adamw, gradient_norm
 from orchestrator.train.worker import build_model
 
 _NEVER = 2**62

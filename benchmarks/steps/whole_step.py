@@ -29,10 +29,10 @@ from benchmarks.steps.plain_path import plain_path
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
 from orchestrator.measure.timed_steps import ignore_events, step_seconds
-from orchestrator.train.data import Feed, StepBatch
-from orchestrator.train.parts.memory import peak_memory
-from orchestrator.train.parts.timing import timed_seconds
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.steps import Feed, StepBatch
+from orchestrator.train.device.memory import peak_memory
+from orchestrator.train.device.timing import timed_seconds
+from orchestrator.train.group.world import World
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_parts, build_stepper

@@ -27,15 +27,15 @@ from experts.expert_state import remote_expert_names
 from experts.layer import MoELayer
 from experts.model import attach, place
 from experts.tokens.exchange import GroupExchange
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.record.files.log import SilentLog
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.resume import StartPoint, _load_together, find_candidates
 
 LAYERS = 4

@@ -87,12 +87,12 @@ def snapshot_worker(services: Any, gigabytes: float, rounds: int) -> Iterator[An
     import torch
     from torch import nn
 
+    from orchestrator.checkpoint.progress import Progress
     from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-    from orchestrator.train.checkpoint.progress import Progress
     from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
     from orchestrator.train.checkpoint.state import TrainState
-    from orchestrator.train.parts.precision import Precision
-    from orchestrator.train.parts.world import World
+    from orchestrator.train.device.precision import Precision
+    from orchestrator.train.group.world import World
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     on_gpu = device.type == "cuda"

@@ -14,11 +14,11 @@ from typing import Any
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.load import load_task
-from orchestrator.train.data import as_dataset
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.steps import as_dataset
+from orchestrator.train.group.world import World
 from orchestrator.train.worker.batch_probe import find_batch, probe
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
 

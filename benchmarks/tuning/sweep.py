@@ -28,7 +28,7 @@ from orchestrator.config.space import Space, point_flags
 from orchestrator.config.space_parser import parse_space, points_space
 from orchestrator.config.sweep import Search, Sweep
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
-from orchestrator.record.screen.sweep_table import throughput_text
+from orchestrator.report.sweep.sweep_table import throughput_text
 from orchestrator.trainer import Trainer
 from orchestrator.types import GIB
 

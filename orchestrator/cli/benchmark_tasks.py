@@ -43,8 +43,8 @@ def evaluate_tasks(
             "the data of lm-eval; leave it out"
         )
     from orchestrator.plan.inventory.hardware import results_folder
+    from orchestrator.run.run_settings import read_run_settings
     from orchestrator.train.remote.opened_checkpoint import opened_checkpoint
-    from orchestrator.train.worker.run_settings import read_run_settings
 
     manager = _task_manager(names, tasks_dir)
     with opened_checkpoint(checkpoint, results_folder()) as opened:
@@ -134,7 +134,7 @@ def _device() -> str:
 def _content(
     opened: OpenedCheckpoint, config: Config, names: Sequence[str], results: Mapping[str, Any]
 ) -> dict[str, Any]:
-    from orchestrator.train.checkpoint.files import step_of
+    from orchestrator.checkpoint.files import step_of
 
     return {
         "checkpoint": opened.name,

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from orchestrator.measure.tracing.fake_batches import TrainingData
+    from orchestrator.run.prepared_run import PreparedRun
     from orchestrator.tasks.task import Task
-    from orchestrator.train.worker.prepared_run import PreparedRun
 
 ASSUMED_NODE = (
     f"each node is taken to have {CORES_PER_GPU} cores for each GPU, and RAM of {RAM_PER_GPU_MEMORY} times "

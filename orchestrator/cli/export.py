@@ -60,11 +60,11 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(f"{missing}? Give both: orchestrator export RUN_OR_CHECKPOINT DIR")
     shard_bytes = _parse_size(options.shard_size)
     from orchestrator.plan.inventory.hardware import results_folder
+    from orchestrator.run.run_settings import read_run_settings
     from orchestrator.train.export.folder import check_target
     from orchestrator.train.export.hub import check_push, push
     from orchestrator.train.export.weights import ExportForm
     from orchestrator.train.remote.opened_checkpoint import opened_checkpoint
-    from orchestrator.train.worker.run_settings import read_run_settings
 
     check_target(options.folder)
     if options.push is not None:

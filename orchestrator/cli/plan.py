@@ -16,7 +16,7 @@ from orchestrator.config.writer import changed_settings
 if TYPE_CHECKING:
     from typing import Any
 
-    from orchestrator.train.worker.prepared_run import PreparedRun
+    from orchestrator.run.prepared_run import PreparedRun
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def run(argv: Sequence[str]) -> int:
 def _print_json(prepared: PreparedRun, predicted: dict[str, Any] | None) -> int:
     from rich.console import Console
 
+    from orchestrator.run.prepared_run import plan_json
     from orchestrator.train.strategies.placement import predict_placement
-    from orchestrator.train.worker.prepared_run import plan_json
 
     placement = predict_placement(prepared.resolved.config, prepared.plan, prepared.facts)
     extra = {

@@ -17,8 +17,8 @@ from orchestrator.report.run.host_load import ids_text
 from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, value_text
 
 if TYPE_CHECKING:
+    from orchestrator.run.prepared_run import PreparedRun
     from orchestrator.train.strategies.placement import PredictedPlacement
-    from orchestrator.train.worker.prepared_run import PreparedRun
 
 _MAX_HOSTS = 16
 _MAX_LAYER_GROUPS = 6

@@ -25,8 +25,8 @@ from orchestrator.types import BF16_PRECISIONS, PrecisionName, seconds_text, spe
 if TYPE_CHECKING:
     from orchestrator.measure.tracing.fake_batches import TrainingData
     from orchestrator.plan.cost.ops import MicroBatchOps
+    from orchestrator.run.prepared_run import PreparedRun
     from orchestrator.tasks.task import Task
-    from orchestrator.train.worker.prepared_run import PreparedRun
 
 Tracer = Callable[[int, int, int, bool], "MicroBatchOps"]
 """Returns the operations of a micro-batch, for a number of samples, expert hosts, chunks of the token

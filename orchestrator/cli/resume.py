@@ -64,8 +64,8 @@ def _is_sweep(folder: Path, shown: str) -> bool:
     ``shown`` is the folder as the user named it."""
     from orchestrator.config.reader import read_file
     from orchestrator.record.files.ledger import holds_sweep
-    from orchestrator.train.worker.plan_file import CONFIG
-    from orchestrator.train.worker.run_dir import check_links, holds_run, resume_call
+    from orchestrator.run.plan_file import CONFIG
+    from orchestrator.run.run_dir import check_links, holds_run, resume_call
 
     if not folder.is_dir():
         raise UserError(f"{shown}: there is no such folder; give the folder of a run")

@@ -71,7 +71,7 @@ def show_cluster(
         recompute = planned.prepared.plan.activation_checkpointing.value
         job = _cluster_job(resolved.config, task, planned.prepared.facts, spec, machine, recompute, data)
         rows = scaling_rows(job, machine)
-    from orchestrator.train.worker.prepared_run import plan_json
+    from orchestrator.run.prepared_run import plan_json
 
     network = _network_text(spec)
     notes = [*_assumptions(resolved, spec, job), ASSUMED_NODE]

@@ -41,7 +41,7 @@ def fit(resolved: Resolved) -> int:
     if result.not_written:
         raise ResourceError(f"the run is {result.status}, but {result.not_written}")
     if result.status == "stopped":
-        from orchestrator.train.worker.run_dir import how_to_resume
+        from orchestrator.run.run_dir import how_to_resume
 
         command = how_to_resume(resolved.config, result.run_dir)
         raise Interrupted(

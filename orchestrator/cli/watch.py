@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
 def show_run(options: WatchOptions) -> int:
     from rich.console import Console
 
-    from orchestrator.report.watch.watching import Watch, show_once, show_until_end, wait_for_run
+    from orchestrator.live.watch.watching import Watch, show_once, show_until_end, wait_for_run
 
     console = Console(highlight=False)
     if options.once:

@@ -8,9 +8,9 @@ from orchestrator.config.settings import Config
 from orchestrator.measure.timed_steps import StepRunner, Summary, ignore_events, phase_seconds
 from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Task
-from orchestrator.train.data import as_dataset
-from orchestrator.train.parts.memory import free_cached, peak_memory, reset_peak
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.steps import as_dataset
+from orchestrator.train.device.memory import free_cached, peak_memory, reset_peak
+from orchestrator.train.group.world import World
 from orchestrator.train.worker.batch_probe import first_batch
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.train.worker.torch_settings import torch_settings

@@ -1,6 +1,6 @@
 """Timed training steps: the one definition of warm-up, blocks of steps, median and spread.
 
-Every time ends when the device has finished (``train/parts/timing``). Benches, calibration and
+Every time ends when the device has finished (``train/device/timing``). Benches, calibration and
 trials build on the functions below.
 """
 
@@ -18,12 +18,12 @@ from torch import nn
 from orchestrator.config.settings import Config
 from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Task
-from orchestrator.train.data import MicroBatch, StepBatch
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.clock import PhaseClock
-from orchestrator.train.parts.timing import synchronize, timed_seconds
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.data.steps import MicroBatch, StepBatch
+from orchestrator.train.device.clock import PhaseClock
+from orchestrator.train.device.timing import synchronize, timed_seconds
+from orchestrator.train.group.world import World
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build_model import build_parts, build_stepper

@@ -21,9 +21,9 @@ from orchestrator.measure.timed_steps import WARM_UP_STEPS, block_seconds
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Task
-from orchestrator.train.data import Feed, StepBatch
-from orchestrator.train.parts.memory import free_cached, peak_memory, reset_peak
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.steps import Feed, StepBatch
+from orchestrator.train.device.memory import free_cached, peak_memory, reset_peak
+from orchestrator.train.group.world import World
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies.placement import decide_placement
 from orchestrator.train.strategies.shares import assign_shares

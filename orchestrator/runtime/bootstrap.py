@@ -33,13 +33,13 @@ from orchestrator.runtime.node_folder import WORKER, used_node_folder
 
 # The driver imports this module before it plans a run; torch is imported where it is needed.
 if TYPE_CHECKING:
-    from orchestrator.record.callbacks.callbacks import CallbackRunner
+    from orchestrator.live.callbacks.callbacks import CallbackRunner
     from orchestrator.record.files.log import Log
+    from orchestrator.run.prepared_run import PreparedRun
+    from orchestrator.train.group.requests import Requests
     from orchestrator.train.remote.node_start import NodeStart
     from orchestrator.train.remote.remote_start import RemoteStart
-    from orchestrator.train.requests import Requests
     from orchestrator.train.worker.build import OpenStore
-    from orchestrator.train.worker.prepared_run import PreparedRun
     from orchestrator.train.worker.resume import ResumeFrom
 
 REQUESTS_FILE = "requests.json"
@@ -108,7 +108,7 @@ def _opened_start(remote: RemoteStart, nonce: str) -> Iterator[NodeStart]:
 
 @contextmanager
 def _opened_folder(assignment: Assignment, rank: int, start: NodeStart | None) -> Iterator[WorkerFolder]:
-    from orchestrator.train.checkpoint.store import CheckpointStore
+    from orchestrator.checkpoint.store import CheckpointStore
 
     link = assignment.link
     if link is None:
@@ -240,7 +240,7 @@ def model_callbacks(assignment: Assignment, rank: int, log: Log) -> CallbackRunn
     """Return the callbacks that look at the model in this process: none, but on the main worker.
 
     A worker that replaces a lost one makes them anew."""
-    from orchestrator.record.callbacks.callbacks import CallbackRunner
+    from orchestrator.live.callbacks.callbacks import CallbackRunner
     from orchestrator.tasks.named_object import make_named_object
 
     config = assignment.prepared.resolved.config
@@ -288,7 +288,7 @@ class RequestReader:
 
     def __call__(self) -> Requests:
         """Return the requests since the last call; a request to end or to interrupt stays."""
-        from orchestrator.train.requests import Requests
+        from orchestrator.train.group.requests import Requests
 
         now = monotonic()
         before = self._last

@@ -21,10 +21,12 @@ from ray import cloudpickle
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import to_json
 from orchestrator.errors import TrainingFailed, UserError
+from orchestrator.live.callbacks.callbacks import CallbackRunner, callbacks_of_model
+from orchestrator.live.screen.screen import Screen
+from orchestrator.live.trackers.trackers import TrackerThread
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
-from orchestrator.record.callbacks.callbacks import CallbackRunner, callbacks_of_model
 from orchestrator.record.files.events import (
     DriverLog,
     Event,
@@ -35,10 +37,10 @@ from orchestrator.record.files.events import (
 )
 from orchestrator.record.files.log_copy import copy_masked
 from orchestrator.record.files.tail import Follower
-from orchestrator.record.screen.screen import Screen
 from orchestrator.record.summary.index import FoldKeeper
-from orchestrator.record.trackers.trackers import TrackerThread
 from orchestrator.redaction import Secrets, mask_tree
+from orchestrator.run.prepared_run import PreparedRun
+from orchestrator.run.run_dir import how_to_resume
 from orchestrator.runtime.bootstrap import NONCE_FILE, REQUESTS_FILE, Assignment, DriverRequests
 from orchestrator.runtime.cluster.session import wait_for_slots
 from orchestrator.runtime.cluster.survey import resources_now
@@ -57,10 +59,8 @@ from orchestrator.tasks.load import loads_by_name
 from orchestrator.train.remote.remote_start import remote_start
 from orchestrator.train.remote.run import RemoteRun, mirroring
 from orchestrator.train.worker.observers import stop_on_signal
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import count_starts, record_failure
-from orchestrator.train.worker.run_dir import how_to_resume
 from orchestrator.types import first_line
 
 _POLL_SECONDS = 0.1

@@ -15,10 +15,12 @@ from typing import Any
 
 import ray
 
+from orchestrator.checkpoint.store import CheckpointStore
+from orchestrator.live.screen.evaluation_screen import EvaluationScreen
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
-from orchestrator.record.screen.evaluation_screen import EvaluationScreen
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.runtime.bootstrap import (
     NONCE_FILE,
     Assignment,
@@ -35,9 +37,7 @@ from orchestrator.runtime.ray_internals import train_context
 from orchestrator.runtime.recovery import GiveUp
 from orchestrator.runtime.shared_folder import open_link
 from orchestrator.tasks.generation import GenerationOptions
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.opened_checkpoint import OpenedCheckpoint
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.types import counted
 
 _POLL_SECONDS = 0.1

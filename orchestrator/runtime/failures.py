@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, TaskFailed, TrainingFailed
 from orchestrator.runtime.recovery import Failure, FailureKind, GiveUp, LossCause, root_cause
-from orchestrator.train.parts.comm_errors import is_communication_error
+from orchestrator.train.group.comm_errors import is_communication_error
 from orchestrator.types import first_line
 
 _TRAIN_WRAPPERS = {

@@ -13,11 +13,11 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.checkpoint.files import MANIFEST
 from orchestrator.errors import UserError
 from orchestrator.runtime.bootstrap import LINKED_FILES, NONCE_FILE
 from orchestrator.runtime.folder_server import Link, start_server
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.checkpoint.files import MANIFEST
 from orchestrator.train.remote.checkpoints import CHECKPOINTS
 from orchestrator.train.remote.remote_start import START, RemoteStart
 from orchestrator.types import first_line

@@ -1,8 +1,8 @@
 """One optimizer step: forward and backward over its micro-batches, a reduction over the workers, one
 update.
 
-A step that runs out of memory is repeated with smaller passes (``step/recovery``): with the same samples,
-the same randomness and the same global batch.
+A step that runs out of memory is repeated with smaller passes (``step/out_of_memory``): with the same
+samples, the same randomness and the same global batch.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from orchestrator.errors import UserError
 from orchestrator.record.files.log import Emit
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.validate import as_loss, check_trainable
-from orchestrator.train.batches import check_batch_device
-from orchestrator.train.data import MicroBatch, StepBatch
-from orchestrator.train.heartbeat import Heartbeat
-from orchestrator.train.parts.clock import PhaseClock
-from orchestrator.train.parts.compiling import Compiled
-from orchestrator.train.parts.memory import free_cached
-from orchestrator.train.parts.memory_parts import StateMemory, state_parts
-from orchestrator.train.parts.optim import ScheduledOptimizer
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.weight_copies import WeightCopies
-from orchestrator.train.parts.world import World
-from orchestrator.train.requests import NO_VOTES, Votes
+from orchestrator.train.data.steps import MicroBatch, StepBatch
+from orchestrator.train.device.batches import check_batch_device
+from orchestrator.train.device.clock import PhaseClock
+from orchestrator.train.device.compiling import Compiled
+from orchestrator.train.device.memory import free_cached
+from orchestrator.train.device.memory_parts import StateMemory, state_parts
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.heartbeat import Heartbeat
+from orchestrator.train.group.requests import NO_VOTES, Votes
+from orchestrator.train.group.world import World
+from orchestrator.train.optim.optimizer import ScheduledOptimizer
+from orchestrator.train.optim.weight_copies import WeightCopies
+from orchestrator.train.step.out_of_memory import Problem, StepRecovery
 from orchestrator.train.step.preview import Preview, is_single_pass, split_passes
-from orchestrator.train.step.recovery import Problem, StepRecovery
 from orchestrator.train.step.reduction import StepReduction
 from orchestrator.train.step.statistics import StepStatistics
 from orchestrator.train.step.totals import Totals

@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
+from orchestrator.live.watch.watching import Watch
 from orchestrator.record.files.events import by_step, read_events
-from orchestrator.report.watch.watching import Watch
 from tests.cli.helpers import CPU, Call, check_answer
 from tests.support.hosts.cluster import RayCluster
 from tests.support.runs.cli_runs import command, finish_run, start_run

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.record.files.events import by_step, of_kind, read_events
-from orchestrator.train.checkpoint.store import CheckpointStore
 from tests.support.runs.cli_runs import complete
 from tests.support.storage.checkpoints import damage
 

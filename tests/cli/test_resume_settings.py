@@ -200,7 +200,7 @@ def test_mistakes_of_resume(call: Call, tmp_path: Path, argv: tuple[str, ...], c
 
 
 def test_the_command_that_continues_a_run_quotes_its_folder() -> None:
-    from orchestrator.train.worker.run_dir import resume_command
+    from orchestrator.run.run_dir import resume_command
 
     command = resume_command(Path("my runs/one"), "10.0.0.1:6379")
     assert shlex.split(command) == [

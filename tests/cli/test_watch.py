@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.report.watch import watching
+from orchestrator.live.watch import watching
 from tests.cli.helpers import Call, check_answer
 from tests.support.fakes.fake_events import FakeRun
 from tests.support.fakes.fake_run import write_run

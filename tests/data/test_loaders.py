@@ -21,11 +21,11 @@ from orchestrator.data.adapt import as_source
 from orchestrator.data.loaders import LoadedSamples, SampledSource, read_loader
 from orchestrator.data.source import LoaderSettings, SavedPlace
 from orchestrator.errors import UserError
-from orchestrator.train.data import Feed
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.world import World
-from tests.train.feeds.test_stream import CPU, Lonely, flat, samples_of
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.data.steps import Feed
+from orchestrator.train.group.world import World
+from tests.train.data.test_stream import CPU, Lonely, flat, samples_of
 
 NUMBERS: Any = list(range(100, 120))
 

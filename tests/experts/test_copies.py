@@ -18,8 +18,8 @@ from experts.copy_costs import held_bytes, ring_factor
 from experts.routed import RoutedExperts
 from experts.structure import LayerStructure
 from experts.tokens.exchange import GroupExchange, PendingRows
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import process_group_world
 from tests.support.hosts.ranks import run_ranks
 
 CPU = torch.device("cpu")

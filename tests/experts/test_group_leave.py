@@ -14,7 +14,7 @@ import torch
 
 from experts.group import AsyncWork, Group
 from experts.membership import GroupLeft
-from orchestrator.train.parts.comm_errors import is_communication_error
+from orchestrator.train.group.comm_errors import is_communication_error
 from tests.support.hosts.group_hosts import (
     LARGE,
     Address,

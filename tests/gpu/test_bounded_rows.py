@@ -17,8 +17,8 @@ from experts.membership import GroupMembership
 from experts.tokens import bounds, exchange
 from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, recoverable_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, recoverable_world
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from tests.support.hosts.gpu_ranks import rank_device, skip_without
 from tests.support.hosts.ranks import run_ranks

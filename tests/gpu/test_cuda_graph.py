@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import by_step, of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
-from orchestrator.train.data import Feed
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.steps import Feed
+from orchestrator.train.group.world import World
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_graphs, build_parts, build_stepper

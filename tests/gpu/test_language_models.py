@@ -16,8 +16,8 @@ from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.tasks.lm.output_layer import call_with_labels
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.tasks.token_loss import NO_LABEL
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.types import PrecisionName
 from tests.support.hosts.gpu_ranks import rank_device, skip_without
 from tests.support.hosts.ranks import run_ranks

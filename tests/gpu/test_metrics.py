@@ -11,8 +11,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.config.settings import Config
+from orchestrator.live.metrics.exposition import exposition
 from orchestrator.record.files.events import read_events
-from orchestrator.record.live.exposition import exposition
 from orchestrator.record.live.state import RunState
 from orchestrator.record.machine.monitor import Monitor
 from orchestrator.trainer import Trainer

@@ -19,9 +19,9 @@ from orchestrator.config.settings import Config
 from orchestrator.plan.inventory.hardware import set_environment
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss
-from orchestrator.train.parts.memory import peak_memory, reset_peak
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world, recoverable_world
+from orchestrator.train.device.memory import peak_memory, reset_peak
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world, recoverable_world
 from orchestrator.train.strategies import ddp
 from orchestrator.train.strategies.buffers import convert_sync_batchnorm, running_statistics
 from orchestrator.types import MIB, PrecisionName

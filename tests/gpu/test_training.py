@@ -16,16 +16,16 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import by_step, of_kind, read_events
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.load import load_task
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.data import Feed
-from orchestrator.train.parts.adamw8bit import Table, decode, encode
-from orchestrator.train.parts.memory import peak_memory, reset_peak
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.steps import Feed
+from orchestrator.train.device.memory import peak_memory, reset_peak
+from orchestrator.train.group.world import World
+from orchestrator.train.optim.adamw8bit import Table, decode, encode
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_parts, build_stepper
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
 from tests.support.runs.steppers import Events, assert_gradients_equal, gradients

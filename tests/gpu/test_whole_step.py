@@ -17,10 +17,10 @@ from orchestrator.config.settings import Config
 from orchestrator.tasks import token_loss as token_loss_module
 from orchestrator.tasks.cross_entropy import loss_and_gradient_fused, loss_and_gradient_plain
 from orchestrator.tasks.token_loss import token_loss
-from orchestrator.train.data import Feed
-from orchestrator.train.parts import adamw, gradient_norm
-from orchestrator.train.parts.adamw import AdamW, Update, update_fused, update_plain
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.steps import Feed
+from orchestrator.train.group.world import World
+from orchestrator.train.optim import adamw, gradient_norm
+from orchestrator.train.optim.adamw import AdamW, Update, update_fused, update_plain
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_parts, build_stepper

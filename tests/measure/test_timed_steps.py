@@ -17,7 +17,7 @@ from orchestrator.measure.timed_steps import (
     submit_seconds,
 )
 from orchestrator.tasks.digits import Digits
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.trainer import Trainer
 
 GPU = torch.device("cuda", 0)

@@ -14,8 +14,8 @@ from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.measure.trial import TrialLimits, TrialResult, open_trial
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.trainer import Trainer
 from tests.support.hosts.ranks import run_ranks
 

@@ -18,7 +18,7 @@ from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import plan, planned_facts
 from orchestrator.tasks.load import load_task
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.train.worker.build_model import build_parts
 from orchestrator.types import GIB, Choice
 from tests.support.fakes.inventories import gpu, machine, model, planned

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.errors import UserError
 from orchestrator.runtime import bootstrap
 from orchestrator.runtime.bootstrap import Assignment, DriverRequests, RequestReader
-from orchestrator.train.requests import Requests
+from orchestrator.train.group.requests import Requests
 
 REDIRECT_OFTEN = """
 import os, sys

@@ -14,10 +14,13 @@ from uuid import uuid4
 
 import pytest
 
+from orchestrator.checkpoint.files import Contents
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, TaskFailed, TrainingFailed
-from orchestrator.record.callbacks.callback_values import EndInfo
-from orchestrator.record.callbacks.callbacks import Callback, CallbackRunner
+from orchestrator.live.callbacks.callback_values import EndInfo
+from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner
 from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.runtime import driver as module
 from orchestrator.runtime.bootstrap import REQUESTS_FILE, Assignment
@@ -26,9 +29,6 @@ from orchestrator.runtime.folder_server import Link
 from orchestrator.runtime.recovery import Failure, GiveUp
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.storage.folder import RemoteFolder
-from orchestrator.train.checkpoint.files import Contents
-from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.run import RemoteRun
 from tests.support.storage.checkpoints import save_checkpoint, small_contents

@@ -56,7 +56,7 @@ IMPORTERS = {
     "orchestrator": "re-exports a fixed list of names",
     "orchestrator.cli.main": "imports the module of a verb, from a fixed list",
     "orchestrator.runtime.cluster.import_hook": "imports a fixed list of modules",
-    "orchestrator.train.parts.compiling": "imports one private module of torch by a fixed name",
+    "orchestrator.train.device.compiling": "imports one private module of torch by a fixed name",
     "orchestrator.tasks.load": "imports a built-in task, from a fixed list",
     "orchestrator.tasks.named_object": "the user names an object on the command line or in a config",
     "orchestrator.cli.completion": "imports the modules of the verbs, from a fixed list",

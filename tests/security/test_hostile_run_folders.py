@@ -16,8 +16,8 @@ import yaml
 
 from orchestrator import read_run
 from orchestrator.errors import UserError
-from orchestrator.train.worker.run_dir import remote_of
-from orchestrator.train.worker.run_settings import read_run_settings
+from orchestrator.run.run_dir import remote_of
+from orchestrator.run.run_settings import read_run_settings
 from tests.security.scene import DEEP, MARKUP, Scene, Spoil, assert_harmless, call, hashes_outside, resume
 from tests.support.storage.forged_files import edit_json, laughs, yaml_bomb
 

@@ -15,29 +15,29 @@ import pytest
 import torch
 from torch import nn
 
+from orchestrator.checkpoint.files import Contents, load, step_name
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.cli.train import TrainOptions
 from orchestrator.config.flags import read_flags
 from orchestrator.config.reader import Resolved, read_file
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import dump
+from orchestrator.live.screen.screen import Screen
 from orchestrator.record.files.events import EventLog, read_events
 from orchestrator.record.files.ledger import LEDGER, Ledger, TrialRow, read_sweep_record
 from orchestrator.record.files.log import SilentLog
 from orchestrator.record.files.log_copy import copy_masked
-from orchestrator.record.screen.screen import Screen
 from orchestrator.redaction import (
     MASK,
     secrets_of,
 )
-from orchestrator.train.checkpoint.files import Contents, load, step_name
-from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.run.plan_file import read_earlier_plan, write_config_and_plan
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World
-from orchestrator.train.worker.plan_file import read_earlier_plan, write_config_and_plan
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.world import World
 from orchestrator.trainer import Trainer
 from tests.support.faults.canaries import CANARIES, ENVIRONMENT, PATH, URL, assert_none_in, leaky_task
 

@@ -15,7 +15,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.held_out import hold_out
 from orchestrator.tasks.task import WindowData
-from orchestrator.train.data import as_dataset
+from orchestrator.train.data.steps import as_dataset
 from orchestrator.trainer import Trainer
 
 X = torch.arange(20.0).unsqueeze(1)

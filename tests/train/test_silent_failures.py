@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from experts.expert_state import stacked_names
+from orchestrator.checkpoint.files import Contents, load, step_name
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import OutOfMemory, TaskFailed, UserError
 from orchestrator.record.files.log import SilentLog
-from orchestrator.train.batches import slice_batch
 from orchestrator.train.checkpoint import capture as capture_module
-from orchestrator.train.checkpoint.files import Contents, load, step_name
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
-from orchestrator.train.data import MicroBatch, StepBatch
-from orchestrator.train.parts.world import World
-from orchestrator.train.step.recovery import StepRecovery
+from orchestrator.train.data.steps import MicroBatch, StepBatch
+from orchestrator.train.device.batches import slice_batch
+from orchestrator.train.group.world import World
+from orchestrator.train.step.out_of_memory import StepRecovery
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper
 from tests.support.faults.planted_faults import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.gate import Gate
-from orchestrator.train.parts.gradient_norm import norm_of_gradients
+from orchestrator.train.optim.gradient_norm import norm_of_gradients
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from tests.support.faults.planted_faults import (

@@ -13,8 +13,8 @@ from orchestrator.errors import ResourceError, TaskFailed, UserError
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, TensorData
 from orchestrator.tasks.text import Text
-from orchestrator.train.feeds.indexed import IndexedFeed
-from orchestrator.train.step.recovery import GROW_AFTER
+from orchestrator.train.data.indexed import IndexedFeed
+from orchestrator.train.step.out_of_memory import GROW_AFTER
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import power_of_two
 from tests.support.runs.steppers import (

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
-from orchestrator.train.parts.shards import local_part
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
+from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule
+from orchestrator.train.optim.shards import local_part
 from orchestrator.train.stepper import Stepper
 from tests.support.faults.planted_faults import step_batches
 from tests.support.hosts.ranks import run_ranks

@@ -29,8 +29,8 @@ from orchestrator.measure.calibration.measured_sizes import TINY
 from orchestrator.plan.cost.calibration import VERSION, Calibration, Profile
 from orchestrator.plan.cost.machine import LinkKind
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import process_group_world
 
 _MODULE = "orchestrator.measure.calibration.calibrate"
 _STUCK_S = 120.0

@@ -23,7 +23,7 @@ from orchestrator.plan.cost.calibration import Reference
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.machine import DeviceCosts
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.train.parts.memory import free_cached
+from orchestrator.train.device.memory import free_cached
 
 ProgressCallback = Callable[[str], None]
 """Receives the name of what is measured next."""

@@ -39,7 +39,7 @@ from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Task
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.types import PrecisionName
 

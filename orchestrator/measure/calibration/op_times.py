@@ -19,9 +19,9 @@ from orchestrator.measure.calibration.measured_sizes import DTYPES, MeasuredSize
 from orchestrator.measure.calibration.timer import Timer
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, as_floats
 from orchestrator.plan.cost.ops import MOVES, MoveKind
-from orchestrator.train.parts.gradient_norm import norm_of_gradients
-from orchestrator.train.parts.named_optimizers import build_adamw
-from orchestrator.train.parts.optim import ScheduledOptimizer, clip_factor
+from orchestrator.train.optim.gradient_norm import norm_of_gradients
+from orchestrator.train.optim.named_optimizers import build_adamw
+from orchestrator.train.optim.optimizer import ScheduledOptimizer, clip_factor
 
 _HEAD_WIDTH = 64
 

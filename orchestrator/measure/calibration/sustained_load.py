@@ -25,7 +25,7 @@ from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import plan
 from orchestrator.tasks.load import load_task
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.types import PrecisionName
 

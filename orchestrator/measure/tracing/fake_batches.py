@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Gatherable, Task
-from orchestrator.train.batches import to_device
-from orchestrator.train.data import as_dataset
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.first_samples import with_random_access
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.first_samples import with_random_access
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.data.steps import as_dataset
+from orchestrator.train.device.batches import to_device
+from orchestrator.train.group.world import World
 
 
 @contextmanager

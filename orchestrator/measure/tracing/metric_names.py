@@ -14,7 +14,7 @@ from orchestrator.errors import UserError
 from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import as_loss, build_checked_model, check_updates_declared
-from orchestrator.train.data import as_dataset
+from orchestrator.train.data.steps import as_dataset
 
 _SAMPLES = 2  # batch norm needs more than one
 

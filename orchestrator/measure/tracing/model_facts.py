@@ -35,12 +35,12 @@ from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.tasks.token_loss import counting_gradient_flop
 from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import as_loss, build_checked_model, check_trainable, check_updates_declared
-from orchestrator.train.batches import tensors_of
 from orchestrator.train.checkpoint.state import model_tensors
-from orchestrator.train.data import as_dataset, num_samples
-from orchestrator.train.parts.precision import autocast, store_frozen
-from orchestrator.train.parts.recompute import block_lists
-from orchestrator.train.parts.weight_copies import copied_stacks
+from orchestrator.train.data.steps import as_dataset, num_samples
+from orchestrator.train.device.batches import tensors_of
+from orchestrator.train.device.precision import autocast, store_frozen
+from orchestrator.train.device.recompute import block_lists
+from orchestrator.train.optim.weight_copies import copied_stacks
 from orchestrator.types import GIB, PrecisionName, bytes_text, count_text
 
 _SMALL_BATCH = 2  # samples; batch norm needs more than one

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from orchestrator.train.parts.recompute import block_lists
+from orchestrator.train.device.recompute import block_lists
 
 _MIN_BLOCKS = 8
 """Fewer blocks are all traced."""

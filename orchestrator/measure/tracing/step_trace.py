@@ -32,8 +32,8 @@ from orchestrator.measure.tracing.traced_experts import (
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import as_loss, build_checked_model
-from orchestrator.train.parts.precision import autocast, store_frozen
-from orchestrator.train.parts.recompute import block_lists, recompute_blocks
+from orchestrator.train.device.precision import autocast, store_frozen
+from orchestrator.train.device.recompute import block_lists, recompute_blocks
 from orchestrator.types import PrecisionName
 
 _CPU = torch.device("cpu")

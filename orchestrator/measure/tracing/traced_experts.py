@@ -26,7 +26,7 @@ from experts.model import attach, place
 from experts.routed import RoutedExperts
 from experts.tokens.exchange import Exchange, LocalExchange, Meter, PendingRows
 from orchestrator.measure.tracing.op_recorder import OpRecorder
-from orchestrator.train.parts.weight_copies import copied_stacks
+from orchestrator.train.optim.weight_copies import copied_stacks
 
 _CPU = torch.device("cpu")
 _OFFSET_OPERATIONS = 8  # small operations of a grouped product: sums and checks of its offsets

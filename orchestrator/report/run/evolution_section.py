@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from orchestrator.record.experts.expert_changes import ExpertChange, change_counts
-from orchestrator.record.screen.text import change_text, effect_text
 from orchestrator.report.draw.markup import esc
+from orchestrator.report.draw.text import change_text, effect_text
 from orchestrator.report.graph.view import (
     Edge,
     Ghost,

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from orchestrator.record.experts.expert_changes import change_counts
 from orchestrator.record.files.events import Event
-from orchestrator.record.screen.text import failure_text
+from orchestrator.report.draw.text import failure_text
 from orchestrator.report.run.expert_load import IDLE_RATIO, busiest_layer, layer_loads
 from orchestrator.report.run.finding import Finding
 from orchestrator.report.run.host_load import (

@@ -8,14 +8,14 @@ from itertools import groupby
 
 from orchestrator.record.experts.expert_changes import parse_change
 from orchestrator.record.files.events import Event
-from orchestrator.record.screen.text import (
+from orchestrator.report.draw.markup import esc
+from orchestrator.report.draw.text import (
     change_line,
     cuda_graph_text,
     failure_text,
     recovery_text,
     settings_text,
 )
-from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.read import RunRecord, entries, finite
 from orchestrator.types import bytes_text, seconds_text
 

@@ -11,10 +11,10 @@ from orchestrator.config.objective import THROUGHPUT
 from orchestrator.config.settings import setting_types
 from orchestrator.config.space import point_flags, point_key
 from orchestrator.record.files.ledger import STATUSES, SweepRecord, TrialRow
-from orchestrator.record.screen.sweep_table import throughput_text
 from orchestrator.report.run.read import finite
 from orchestrator.report.run.stats import plural
 from orchestrator.report.sweep.scaling import ScalingSeries
+from orchestrator.report.sweep.sweep_table import throughput_text
 from orchestrator.report.sweep.trials import (
     PLANNED,
     num_devices,

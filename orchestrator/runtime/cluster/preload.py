@@ -25,4 +25,4 @@ def _import_planner() -> None:
     # The code that needs a module reports the error.
     with suppress(Exception):
         import orchestrator.measure.tracing.model_facts
-        import orchestrator.train.worker.prepared_run  # noqa: F401
+        import orchestrator.run.prepared_run  # noqa: F401

@@ -34,8 +34,8 @@ from orchestrator.runtime.ray_internals import train_context
 if TYPE_CHECKING:
     import torch
 
-    from orchestrator.train.parts.world import World
-    from orchestrator.train.worker.prepared_run import PreparedRun
+    from orchestrator.run.prepared_run import PreparedRun
+    from orchestrator.train.group.world import World
     from orchestrator.train.worker.run import WorkerRun
 
 
@@ -107,8 +107,8 @@ def _worker_run(assignment: Assignment, rank: int, world_size: int) -> Iterator[
 @contextmanager
 def form_world(prepared: PreparedRun, rank: int, world_size: int, secret: str) -> Iterator[World]:
     """Set torch's switches and form the process group, until the block has ended."""
-    from orchestrator.train.parts.stores import tcp_store
-    from orchestrator.train.parts.world import process_group_world
+    from orchestrator.train.group.stores import tcp_store
+    from orchestrator.train.group.world import process_group_world
     from orchestrator.train.worker.torch_settings import torch_settings
 
     address = variable("MASTER_ADDR")

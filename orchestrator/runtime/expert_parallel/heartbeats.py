@@ -9,8 +9,8 @@ from time import monotonic, time
 from typing import Any
 
 from orchestrator.runtime.expert_parallel.stuck import HostHealth
-from orchestrator.train.heartbeat import SentHeartbeat, parse_heartbeat
-from orchestrator.train.parts.stores import unseal
+from orchestrator.train.group.heartbeat import SentHeartbeat, parse_heartbeat
+from orchestrator.train.group.stores import unseal
 
 _READ_SECONDS = 0.2
 _LATE_SECONDS = 1.0

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from experts.actor_host import HostContext, Outbox
     from experts.group import GroupFactory, GroupMembership
-    from orchestrator.train.worker.prepared_run import PreparedRun
+    from orchestrator.run.prepared_run import PreparedRun
     from orchestrator.train.worker.run import WorkerRun
 
 _STORE_TIMEOUT_S = 60
@@ -165,10 +165,10 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
     from experts.group import GroupFactory
     from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
     from orchestrator.train.checkpoint.snapshots import SnapshotTarget
-    from orchestrator.train.heartbeat import Heartbeat, send_heartbeats
-    from orchestrator.train.parts.compiling import report_compilation
-    from orchestrator.train.parts.memory import free_cached
-    from orchestrator.train.parts.world import recoverable_world
+    from orchestrator.train.device.compiling import report_compilation
+    from orchestrator.train.device.memory import free_cached
+    from orchestrator.train.group.heartbeat import Heartbeat, send_heartbeats
+    from orchestrator.train.group.world import recoverable_world
     from orchestrator.train.worker.observers import with_requests_of
     from orchestrator.train.worker.resume import ResumeFrom
     from orchestrator.train.worker.run import Supervision, WorkerRun
@@ -258,7 +258,7 @@ def _store_clients(context: HostContext, store_address: tuple[str, int], secret:
 
     They serve one membership after the other: opening one may take seconds where host names are
     slow to resolve."""
-    from orchestrator.train.parts.stores import tcp_store
+    from orchestrator.train.group.stores import tcp_store
 
     for name in ("store", "heartbeat store"):
         if name not in context.cache:
@@ -288,7 +288,7 @@ def _is_connected(store: Any) -> bool:
 
 def _sender(context: HostContext, store: Any, request: JoinRequest, secret: str) -> Callable[[str], None]:
     """Return a function that writes a heartbeat to the driver's store."""
-    from orchestrator.train.parts.stores import seal
+    from orchestrator.train.group.stores import seal
 
     key = heartbeat_key(request.generation, request.host_id)
 

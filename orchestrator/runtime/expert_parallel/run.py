@@ -18,9 +18,11 @@ from time import perf_counter
 
 import ray
 
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import OrchestratorError
 from orchestrator.plan.host_groups import groups_on
 from orchestrator.record.files.events import EventLog
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.runtime.bootstrap import Assignment
 from orchestrator.runtime.cluster.prestart import host_variables
 from orchestrator.runtime.driver import AttemptResult
@@ -65,10 +67,8 @@ from orchestrator.runtime.recovery import ExpertGroups, Failure, HostStatus, roo
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.storage.folder import RemoteError
 from orchestrator.train.checkpoint.snapshot_source import SnapshotsUnusable
-from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.parts.stores import LOOPBACK, open_store
+from orchestrator.train.group.stores import LOOPBACK, open_store
 from orchestrator.train.remote.node_store import published_steps
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.types import first_line
 
 _REPLACEMENT_SECONDS = 20.0

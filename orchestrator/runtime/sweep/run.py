@@ -34,11 +34,12 @@ from orchestrator.config.settings import Config
 from orchestrator.config.space import Point, point_key
 from orchestrator.config.sweep import Sweep
 from orchestrator.config.writer import to_json
+from orchestrator.live.screen.sweep_screen import SweepScreen
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.planning import Plan
 from orchestrator.record.files.ledger import Ledger, TrialRow, parse_trial
-from orchestrator.record.screen.sweep_screen import SweepScreen
 from orchestrator.redaction import mask, secrets_in
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.runtime.ray_internals import unpropagated_variables
 from orchestrator.runtime.sweep.devices import SweepDevices
 from orchestrator.runtime.sweep.optuna_search import OptunaSource
@@ -47,7 +48,6 @@ from orchestrator.runtime.sweep.search import FixedPoints, NotPickled, Source, T
 from orchestrator.runtime.sweep.trial import MAX_RETRIES, SweepTrial
 from orchestrator.runtime.sweep.trial_worker import TrialSetup
 from orchestrator.tasks.load import loads_by_name
-from orchestrator.train.worker.prepared_run import PreparedRun
 
 _ASHA_SLICES = 8
 """Parts of a trial after each of which ASHA may stop it."""

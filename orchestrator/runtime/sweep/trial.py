@@ -264,7 +264,7 @@ def _error_of(call: Any) -> BaseException | None:
 def _worker_failure(rank: int, error: BaseException) -> TrialFailure:
     """Return the failure of a worker as a status and one line."""
     from orchestrator.runtime.failures import cause_of, classify
-    from orchestrator.train.parts.memory import is_out_of_memory
+    from orchestrator.train.device.memory import is_out_of_memory
 
     cause = cause_of(error)
     if is_out_of_memory(cause) or (isinstance(cause, OrchestratorError) and "out of memory" in str(cause)):

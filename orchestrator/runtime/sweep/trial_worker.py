@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from orchestrator.measure.trial import ThroughputTrial, TrialResult
     from orchestrator.plan.estimate import ModelFacts
     from orchestrator.plan.planning import Plan
-    from orchestrator.train.parts.world import World
+    from orchestrator.train.group.world import World
 
 _BATCH_SETTINGS = {"batch_size", "accumulation_steps", "global_batch_size", "workers"}
 _MODEL_FACTS: dict[str, ModelFacts] = {}
@@ -179,8 +179,8 @@ def _open_world(
 ) -> Iterator[World]:
     import torch
 
-    from orchestrator.train.parts.stores import tcp_store
-    from orchestrator.train.parts.world import World, process_group_world
+    from orchestrator.train.group.stores import tcp_store
+    from orchestrator.train.group.world import World, process_group_world
 
     on_gpu = plan.device.value != "cpu" and torch.cuda.is_available()
     # Ray shows an actor its own GPU only.

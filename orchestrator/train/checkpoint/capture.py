@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from experts.expert_state import copied_expert_names, is_expert_parallel, split_experts, stacked_names
+from orchestrator.checkpoint.files import HostPart
+from orchestrator.checkpoint.hashed_file import no_progress
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.tensor_file import check_dtype
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.redaction import mask_tree
-from orchestrator.train.checkpoint.files import HostPart
-from orchestrator.train.checkpoint.hashed_file import no_progress
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.state import (
     OptimizerState,
     TrainState,
@@ -28,9 +29,8 @@ from orchestrator.train.checkpoint.state import (
     optimizer_state,
     plain_state,
 )
-from orchestrator.train.checkpoint.tensor_file import check_dtype
-from orchestrator.train.parts.shards import reshard_all
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
+from orchestrator.train.optim.shards import reshard_all
 from orchestrator.train.strategies.fsdp import full_tensor
 
 _ALIGNMENT_BYTES = 64

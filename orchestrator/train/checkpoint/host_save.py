@@ -14,12 +14,12 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
+from orchestrator.checkpoint.files import write_part
+from orchestrator.checkpoint.hashed_file import Hashes
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.storage.folder import RemoteError
 from orchestrator.train.checkpoint.capture import Captured
-from orchestrator.train.checkpoint.files import write_part
-from orchestrator.train.checkpoint.hashed_file import Hashes
-from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 
 _POLL_SECONDS = 0.02
 _CLOSING_SECONDS = 5.0  # the parts are of similar size, so the hosts finish at about the same time

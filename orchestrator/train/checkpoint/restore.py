@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from experts.expert_state import join_experts, remote_expert_names, stacked_names
 from experts.model import structure_of
 from experts.structure import Expert, LayerStructure
-from orchestrator.errors import UserError
-from orchestrator.train.checkpoint.files import Contents
-from orchestrator.train.checkpoint.progress import (
+from orchestrator.checkpoint.files import AVERAGE_SLOT, Contents
+from orchestrator.checkpoint.progress import (
     OTHER_CHECKPOINT,
     Progress,
     read_progress,
 )
-from orchestrator.train.checkpoint.saved_experts import OtherExperts, read_experts
+from orchestrator.checkpoint.saved_experts import OtherExperts, read_experts
+from orchestrator.errors import UserError
 from orchestrator.train.checkpoint.state import (
     TrainState,
     frozen_base,
@@ -33,8 +33,7 @@ from orchestrator.train.checkpoint.state import (
     model_tensors,
     restore_random_state,
 )
-from orchestrator.train.parts.adamw import AdamW
-from orchestrator.train.parts.weight_average import SLOT
+from orchestrator.train.optim.adamw import AdamW
 from orchestrator.train.strategies.fsdp import copy_into, shard_like
 
 _STATISTICS = ".statistics.sums"
@@ -261,7 +260,7 @@ def _check_slots(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.P
         slots = optimizer.state.get(parameter)
         if not slots:
             continue
-        if slots.keys() - {"max_exp_avg_sq", SLOT} not in known:
+        if slots.keys() - {"max_exp_avg_sq", AVERAGE_SLOT} not in known:
             needed = ", ".join(sorted(known[0]))
             raise ValueError(f"the optimizer keeps {needed} of {name}, not {', '.join(sorted(slots))}")
         for slot, value in slots.items():

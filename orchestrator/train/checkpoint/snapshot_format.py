@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchestrator.train.checkpoint.files import Contents
+from orchestrator.checkpoint.files import Contents
 
 _ALIGNMENT_BYTES = 64
 _NUM_BUFFERS = 2  # a host writes its snapshots into two buffers in turn

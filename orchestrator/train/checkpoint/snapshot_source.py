@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from experts.expert_state import held_experts, remote_expert_names
+from orchestrator.checkpoint.files import Contents
+from orchestrator.checkpoint.saved_experts import OtherExperts
 from orchestrator.errors import OutOfMemory
-from orchestrator.train.checkpoint.files import Contents
-from orchestrator.train.checkpoint.saved_experts import OtherExperts
 from orchestrator.train.checkpoint.snapshot_format import (
     Bytes,
     SnapshotHeader,
     SnapshotPart,
     merge_snapshots,
 )
-from orchestrator.train.parts.comm_errors import is_communication_error
+from orchestrator.train.group.comm_errors import is_communication_error
 from orchestrator.types import first_line
 
 

@@ -13,8 +13,8 @@ import torch
 
 from experts.expert_state import held_experts, stacked_names
 from experts.membership import GroupMembership
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshot_format import (
     CollectedPart,
     LiveTensor,
@@ -28,7 +28,7 @@ from orchestrator.train.checkpoint.state import (
     optimizer_state,
     plain_state,
 )
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 
 _BLOCK_BYTES = 2**16
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.model import structure_of
+from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.saved_experts import SavedExperts
 from orchestrator.errors import UserError
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
-from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.checkpoint.saved_experts import SavedExperts
-from orchestrator.train.parts.precision import Precision
+from orchestrator.train.device.precision import Precision
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+from orchestrator.checkpoint.hashed_file import no_progress
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.record.files.log import Log
 from orchestrator.train.checkpoint.capture import Captured, capture, host_share
-from orchestrator.train.checkpoint.hashed_file import no_progress
 from orchestrator.train.checkpoint.host_save import Closing, HostSave, Published, SaveFailed
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 
 _POLL_SECONDS = 0.02
 

@@ -16,14 +16,14 @@ from orchestrator.errors import OrchestratorError, ResourceError, UserError
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.user_code import raised_in_user_code, user_code
 from orchestrator.tasks.validate import as_loss
-from orchestrator.train.batches import check_batch_device, slice_batch
-from orchestrator.train.data import Feed, MicroBatch, StepBatch, different_ends
+from orchestrator.train.data.steps import Feed, MicroBatch, StepBatch, different_ends
+from orchestrator.train.device.batches import check_batch_device, slice_batch
+from orchestrator.train.device.memory import free_cached, is_out_of_memory
+from orchestrator.train.device.precision import Precision
 from orchestrator.train.evaluation.metric_states import MetricStates
-from orchestrator.train.parts.comm_errors import is_communication_error
-from orchestrator.train.parts.memory import free_cached, is_out_of_memory
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.shards import reshard_all
-from orchestrator.train.step.recovery import NO_LIMIT
+from orchestrator.train.group.comm_errors import is_communication_error
+from orchestrator.train.optim.shards import reshard_all
+from orchestrator.train.step.out_of_memory import NO_LIMIT
 from orchestrator.train.step.totals import Totals, TotalsReducer
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import persistent_buffers

@@ -14,8 +14,8 @@ from torch import Tensor
 from experts.context import StepContext
 from orchestrator.tasks.generation import Generating, GenerationOptions, Prompt
 from orchestrator.tasks.user_code import user_code
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.world import World
 from orchestrator.train.strategies.base import Strategy
 
 Generation = dict[str, str | None]

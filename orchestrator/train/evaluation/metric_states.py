@@ -11,7 +11,7 @@ from torch import Tensor
 from orchestrator.config.metric import Metric, missing_update, undeclared_update
 from orchestrator.errors import UserError
 from orchestrator.tasks.user_code import user_code
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 
 _SUMMED_TYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
 """Types that every backend sums; rows of others travel as one of these that holds their values."""

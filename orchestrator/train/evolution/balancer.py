@@ -12,7 +12,7 @@ from experts.rebalance.decisions import BalanceRules, cheapest_host, decide, lay
 from experts.rebalance.load_history import MAX_WINDOWS, LoadHistory
 from experts.routed import RoutedExperts
 from experts.structure import Change, LayerStructure
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.evolution_state import EvolutionState
 
 _PASSES = 3  # products of a training step, in multiples of the forward pass
 _FLOPS = 2  # per weight and row, forward

@@ -14,9 +14,9 @@ from experts.balance import gated_layers, moe_layers
 from experts.evolution.decisions import due_warmups
 from experts.statistics import reduce_statistics
 from experts.structure import Change, LayerStructure
+from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.record.files.log import Log
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.execution import Execution
 from orchestrator.train.evolution.graph import graph_fields

@@ -15,8 +15,8 @@ from experts.balance import moe_layers
 from experts.layer import MoELayer
 from experts.structure import Change
 from experts.surgery.surgery import LayerBackup, Surgery, change_layer
+from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.record.files.log import Log
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.measurements import LayerMeasurement
 from orchestrator.train.evolution.optimizer_state import state_spec

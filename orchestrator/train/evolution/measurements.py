@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from experts.evolution.views import ExpertView, LayerView, Matrix
 from experts.layer import MoELayer
 from experts.tokens.dispatch import dispatch
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 
 _SKETCH = 4096
 """Numbers that an expert's weights are reduced to: similarities are then known to about one percent."""

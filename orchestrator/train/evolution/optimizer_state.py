@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from experts.routed import RoutedExperts
 from experts.surgery.expert_transfer import Slot, StateSpec
 from orchestrator.errors import UserError
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 
 
 def state_spec(layer: RoutedExperts, optimizer: torch.optim.Optimizer, world: World) -> StateSpec:

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from experts.evolution.views import LayerView
 from experts.structure import Change, LayerStructure
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
-from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.progress import Progress
 
 
 class Policy(Protocol):

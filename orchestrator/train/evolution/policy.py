@@ -9,7 +9,7 @@ from experts.evolution.decisions import after_undo, decide, why_undo
 from experts.evolution.rules import EvolutionRules
 from experts.evolution.views import LayerView, PolicyState, RunView
 from experts.structure import Change
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.evolution_state import EvolutionState
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from experts.transformers.lora.adapters import LoraOptions
 from experts.transformers.lora.merged import FrozenWeights, MergedWeights
 from experts.transformers.lora.peft_files import adapter_config, write_adapters
 from experts.transformers.registration import use
+from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.weight_source import CheckpointWeights
 from orchestrator.errors import UserError
 from orchestrator.tasks.lm.model_folder import CONFIG, copy_small_files
-from orchestrator.train.checkpoint.files import load
-from orchestrator.train.checkpoint.weight_source import CheckpointWeights
 from orchestrator.train.export.folder import new_folder
 from orchestrator.train.export.weights import (
     DTYPES,

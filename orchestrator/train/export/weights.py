@@ -16,9 +16,9 @@ import torch
 
 from experts.transformers.files.original import OriginalNames, WritingPlan, plan_writing
 from experts.transformers.files.writing import TensorSource, write_weights
+from orchestrator.checkpoint.weight_source import CheckpointWeights
 from orchestrator.errors import UserError
 from orchestrator.tasks.lm.model_folder import CONFIG, copy_small_files, empty_causal_lm, load_config
-from orchestrator.train.checkpoint.weight_source import CheckpointWeights
 from orchestrator.train.export.folder import new_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from orchestrator.errors import CheckpointDamaged
-from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.checkpoint.files import (
+from orchestrator.checkpoint.files import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     MAX_STATE_BYTES,
@@ -35,8 +33,10 @@ from orchestrator.train.checkpoint.files import (
     step_of,
     verify,
 )
-from orchestrator.train.checkpoint.hashed_file import no_progress
-from orchestrator.train.checkpoint.progress import read_progress
+from orchestrator.checkpoint.hashed_file import no_progress
+from orchestrator.checkpoint.progress import read_progress
+from orchestrator.errors import CheckpointDamaged
+from orchestrator.storage.folder import RemoteError, RemoteFolder
 
 CHECKPOINTS = "checkpoints"
 _ABANDONED = "abandoned.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.train.worker.run_dir import DOWNLOADED
+from orchestrator.run.run_dir import DOWNLOADED
 
 
 @contextmanager

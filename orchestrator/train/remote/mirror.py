@@ -20,13 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
+from orchestrator.checkpoint.files import MANIFEST
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged, TrainingFailed
 from orchestrator.record.files.log import Log
 from orchestrator.record.files.remote_record import RecordUpload
 from orchestrator.storage.address import upload_command
 from orchestrator.storage.folder import RemoteFolder
-from orchestrator.train.checkpoint.files import MANIFEST
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
     RemoteCheckpoints,

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from orchestrator.train.checkpoint.files import step_name
+from orchestrator.checkpoint.files import step_name
 from orchestrator.train.remote.checkpoints import RemoteCheckpoint, RemoteCheckpoints
 from orchestrator.train.remote.retry import retried
 

@@ -14,14 +14,14 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from orchestrator.checkpoint.files import step_name
 from orchestrator.config.reader import Resolved
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.storage.local_files import replace_file
-from orchestrator.train.checkpoint.files import step_name
 from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints
 from orchestrator.train.remote.node_downloads import NodeDownloads
 from orchestrator.train.remote.remote_start import START, RemoteStart
-from orchestrator.train.worker.prepared_run import PreparedRun
 
 
 class NodeStart:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from orchestrator.checkpoint.files import manifest_bytes
+from orchestrator.checkpoint.hashed_file import Hashes, no_progress
+from orchestrator.checkpoint.store import CheckpointStore, StartCheckpoint
 from orchestrator.storage.folder import RemoteFolder
-from orchestrator.train.checkpoint.files import manifest_bytes
-from orchestrator.train.checkpoint.hashed_file import Hashes, no_progress
-from orchestrator.train.checkpoint.store import CheckpointStore, StartCheckpoint
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
     RemoteCheckpoints,

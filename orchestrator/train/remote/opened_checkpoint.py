@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.checkpoint.files import MANIFEST, step_of
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.record.files.effective import effective_events
 from orchestrator.record.files.events import of_kind
@@ -18,8 +20,6 @@ from orchestrator.record.summary.index import read_fold
 from orchestrator.record.summary.summary import best_evaluation, write_json
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
-from orchestrator.train.checkpoint.files import MANIFEST, step_of
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
     RemoteCheckpoint,

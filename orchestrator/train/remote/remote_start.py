@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import gettempdir
 
+from orchestrator.checkpoint.files import MANIFEST, step_name
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.record.files.remote_record import EVENTS, download_record, is_needed
+from orchestrator.run.run_dir import REMOTE, downloaded_copy, write_remote
 from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
-from orchestrator.train.checkpoint.files import MANIFEST, step_name
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
     RemoteCheckpoint,
@@ -24,7 +25,6 @@ from orchestrator.train.remote.checkpoints import (
     named_checkpoint,
 )
 from orchestrator.train.remote.local_copy import local_copy
-from orchestrator.train.worker.run_dir import REMOTE, downloaded_copy, write_remote
 from orchestrator.types import counted
 
 START = "start.json"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from time import sleep
 from typing import TypeVar
 
+from orchestrator.checkpoint.hashed_file import no_progress
 from orchestrator.storage.folder import RemoteError
-from orchestrator.train.checkpoint.hashed_file import no_progress
 
 TRIES = 6
 _FIRST_WAIT_SECONDS = 1.0

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+from orchestrator.checkpoint.files import step_name
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
 from orchestrator.record.files.log import Log
 from orchestrator.record.files.remote_record import download_record, holds_record
+from orchestrator.run.run_dir import how_to_resume, new_folder, write_remote
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.checkpoint.files import step_name
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
     RemoteCheckpoint,
@@ -27,7 +28,6 @@ from orchestrator.train.remote.checkpoints import (
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.retry import retried
 from orchestrator.train.worker.run import record_failure
-from orchestrator.train.worker.run_dir import how_to_resume, new_folder, write_remote
 from orchestrator.types import first_line
 
 

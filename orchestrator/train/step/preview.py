@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from experts.context import StepContext
-from orchestrator.train.batches import slice_batch
-from orchestrator.train.data import MicroBatch, StepBatch
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.steps import MicroBatch, StepBatch
+from orchestrator.train.device.batches import slice_batch
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.world import World
 from orchestrator.train.strategies.base import Strategy
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from orchestrator.errors import OutOfMemory, UserError
-from orchestrator.train.data import StepBatch, different_ends
-from orchestrator.train.parts.memory import is_out_of_memory
-from orchestrator.train.parts.world import World
-from orchestrator.train.requests import Votes
-from orchestrator.train.step.recovery import StepRecovery
+from orchestrator.train.data.steps import StepBatch, different_ends
+from orchestrator.train.device.memory import is_out_of_memory
+from orchestrator.train.group.requests import Votes
+from orchestrator.train.group.world import World
+from orchestrator.train.step.out_of_memory import StepRecovery
 from orchestrator.train.step.totals import Totals, TotalsReducer
 from orchestrator.train.strategies.base import Strategy
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss
-from orchestrator.train.parts.world import World
-from orchestrator.train.requests import NO_VOTES
+from orchestrator.train.group.requests import NO_VOTES
+from orchestrator.train.group.world import World
 
 
 @dataclass

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from experts.balance import update_balance
 from orchestrator.errors import ResourceError
-from orchestrator.train.parts.memory import is_out_of_memory
-from orchestrator.train.parts.optim import ScheduledOptimizer, clip_factor
-from orchestrator.train.parts.precision import Precision
+from orchestrator.train.device.memory import is_out_of_memory
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.optim.optimizer import ScheduledOptimizer, clip_factor
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies.base import Strategy
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from orchestrator.errors import UserError
 from orchestrator.record.files.log import Emit
-from orchestrator.train.batches import tensors_of
-from orchestrator.train.data import StepBatch
-from orchestrator.train.parts.optim import ScheduledOptimizer
+from orchestrator.train.data.steps import StepBatch
+from orchestrator.train.device.batches import tensors_of
+from orchestrator.train.optim.optimizer import ScheduledOptimizer
 from orchestrator.train.step.totals import PackedTotals, Totals
 from orchestrator.train.step_graph.layout import copy_tensors, layout_of_step, map_tensors
 from orchestrator.train.step_graph.python_state import PythonState, host_generator_states

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.train.data import StepBatch
+from orchestrator.train.data.steps import StepBatch
 
 _PLAIN = (int, float, str, bool, type(None))
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from experts.balance import gated_layers, moe_layers
 from experts.token_dropout import token_dropouts
-from orchestrator.train.parts.adamw import AdamW
-from orchestrator.train.parts.optim import has_fp64
-from orchestrator.train.parts.precision import Precision
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.optim.adamw import AdamW
+from orchestrator.train.optim.optimizer import has_fp64
 from orchestrator.train.step_graph.python_state import find_hook
 from orchestrator.train.strategies.base import Strategy
 

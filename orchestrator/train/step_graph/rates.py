@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from orchestrator.train.parts.optim import ScheduledOptimizer
+from orchestrator.train.optim.optimizer import ScheduledOptimizer
 
 
 class DeviceRates:

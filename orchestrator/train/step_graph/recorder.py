@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from orchestrator.train.parts.memory import free_cached, is_out_of_memory
+from orchestrator.train.device.memory import free_cached, is_out_of_memory
 from orchestrator.types import first_line
 
 T = TypeVar("T")

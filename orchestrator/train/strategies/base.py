@@ -16,7 +16,7 @@ from experts.context import MoEContext
 from experts.model import attach
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Task
-from orchestrator.train.parts.gradient_norm import norm_of_gradients
+from orchestrator.train.optim.gradient_norm import norm_of_gradients
 
 
 class Strategy:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.errors import TrainingFailed
 from orchestrator.tasks.task import Loss, Task
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buckets import BUCKET_MB, gradient_buckets
 from orchestrator.train.strategies.buffers import BufferChoice, no_buffers, persistent_buffers

@@ -19,8 +19,8 @@ from experts.group import AsyncWork, Group
 from experts.tokens.bounds import ExchangeBounds
 from experts.tokens.exchange import GroupExchange
 from orchestrator.tasks.task import Task
-from orchestrator.train.parts.gradient_norm import norm_of_gradients
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
+from orchestrator.train.optim.gradient_norm import norm_of_gradients
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buckets import BUCKET_MB, gradient_buckets
 from orchestrator.train.strategies.buffers import (

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from experts.bank import ExpertBank
 from experts.group import Group
 from orchestrator.tasks.task import Task
-from orchestrator.train.parts.gradient_norm import norm_of_gradients
-from orchestrator.train.parts.recompute import block_lists
-from orchestrator.train.parts.shards import is_shard, local_part
-from orchestrator.train.parts.world import World
+from orchestrator.train.device.recompute import block_lists
+from orchestrator.train.group.world import World
+from orchestrator.train.optim.gradient_norm import norm_of_gradients
+from orchestrator.train.optim.shards import is_shard, local_part
 from orchestrator.train.strategies.base import Strategy
 
 

@@ -27,7 +27,7 @@ from orchestrator.plan.compute import with_memory_settings
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.host_groups import expert_memory, hosts_of_group
 from orchestrator.plan.planning import Plan
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.train.strategies.placement_file import placement_file
 from orchestrator.train.strategies.shares import MeasuredDevice, own_device, with_mean_speeds
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.tasks.task import Task
-from orchestrator.train.parts.gradient_norm import norm_of_gradients
-from orchestrator.train.parts.shards import local_part
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
+from orchestrator.train.optim.gradient_norm import norm_of_gradients
+from orchestrator.train.optim.shards import local_part
 from orchestrator.train.strategies.buffers import BufferChoice, no_buffers, running_statistics
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from orchestrator.train.strategies.fsdp import shard_dense_part

@@ -13,8 +13,8 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.plan.planning import Plan
-from orchestrator.train.parts.precision import autocast
-from orchestrator.train.parts.world import World
+from orchestrator.train.device.precision import autocast
+from orchestrator.train.group.world import World
 
 _NOISE = 0.05  # devices whose speeds differ by less share evenly: the difference is noise
 _MEASURE_S = 0.2

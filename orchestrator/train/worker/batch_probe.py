@@ -13,20 +13,22 @@ from orchestrator.errors import UserError
 from orchestrator.plan.estimate import MemoryEstimate, ModelFacts, estimate_memory, largest_fitting
 from orchestrator.plan.planning import Plan, plan, planned_facts
 from orchestrator.record.files.log import Log
+from orchestrator.run.plan_file import earlier_global_batch
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.task import Gatherable, Task
-from orchestrator.train.batches import to_device
-from orchestrator.train.data import MicroBatch, StepBatch, as_dataset
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.first_samples import with_random_access
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.memory import (
+from orchestrator.train.data.first_samples import with_random_access
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.data.steps import MicroBatch, StepBatch, as_dataset
+from orchestrator.train.device.batches import to_device
+from orchestrator.train.device.memory import (
     free_cached,
     is_out_of_memory,
     peak_memory,
     reset_peak,
 )
-from orchestrator.train.parts.timing import timed_seconds
-from orchestrator.train.parts.world import World
+from orchestrator.train.device.timing import timed_seconds
+from orchestrator.train.group.world import World
 from orchestrator.train.worker.batch_size import (
     BatchProbe,
     BatchSizeResult,
@@ -34,8 +36,6 @@ from orchestrator.train.worker.batch_size import (
     largest_batch,
 )
 from orchestrator.train.worker.build_model import build_parts, build_stepper
-from orchestrator.train.worker.plan_file import earlier_global_batch
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.types import Choice
 
 _MIN_STEPS_PER_EPOCH = 8  # a batch so large that an epoch has fewer steps learns little

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from experts.model import mix
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.metric import Criterion, declared_metrics, find_criterion, missing_metric
 from orchestrator.config.settings import Config
 from orchestrator.data.cursor import CursorHooks
@@ -14,26 +16,24 @@ from orchestrator.errors import UserError
 from orchestrator.plan.compute import with_memory_settings
 from orchestrator.plan.planning import Plan
 from orchestrator.record.files.log import Log
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.user_code import user_code
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
-from orchestrator.train.data import Feed
+from orchestrator.train.data.loading import LoaderOptions, seed_python_and_numpy
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.data.steps import Feed
+from orchestrator.train.data.stream import StreamFeed
 from orchestrator.train.evaluation.evaluate import Evaluation
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.feeds.stream import StreamFeed
-from orchestrator.train.heartbeat import Heartbeat
-from orchestrator.train.loading import LoaderOptions, seed_python_and_numpy
-from orchestrator.train.parts.weight_average import drop_average
-from orchestrator.train.parts.world import World
-from orchestrator.train.training import Cadence, Training
+from orchestrator.train.group.heartbeat import Heartbeat
+from orchestrator.train.group.world import World
+from orchestrator.train.loop.training import Cadence, Training
+from orchestrator.train.optim.weight_average import drop_average
 from orchestrator.train.worker.build_evolution import EvolutionParts, build_evolution
 from orchestrator.train.worker.build_model import ModelParts, build_graphs, build_parts, build_stepper
 from orchestrator.train.worker.placed_experts import PlacedExperts
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import (
     ResumeFrom,
     StartPoint,

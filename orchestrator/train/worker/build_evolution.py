@@ -10,18 +10,18 @@ from experts.balance import gated_layers, moe_layers
 from experts.placement.placement import HostFacts
 from experts.rebalance.costs import Cluster
 from experts.routed import RoutedExperts
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
 from orchestrator.record.files.log import Log
-from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.data import Feed
+from orchestrator.train.data.steps import Feed
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.evolution.policy import RulesPolicy
-from orchestrator.train.parts.muon import Muon
+from orchestrator.train.optim.muon import Muon
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build_model import ModelParts
 

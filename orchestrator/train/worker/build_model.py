@@ -17,6 +17,7 @@ from experts.rebalance.replicas import replica_placement
 from experts.statistics import ExpertStatistics
 from experts.structure import LayerStructure
 from experts.surgery.surgery import restructure
+from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
@@ -24,20 +25,19 @@ from orchestrator.record.files.log import Emit
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import build_checked_model
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.heartbeat import Heartbeat
-from orchestrator.train.loading import seed_python_and_numpy
-from orchestrator.train.parts.adamw import AdamW
-from orchestrator.train.parts.clock import DevicePhaseClock, PhaseClock
-from orchestrator.train.parts.compiling import Compiled
-from orchestrator.train.parts.named_optimizers import build_named_optimizer, separate_shards
-from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
-from orchestrator.train.parts.precision import Precision, store_frozen
-from orchestrator.train.parts.recompute import recompute_blocks
-from orchestrator.train.parts.weight_average import WeightAverage
-from orchestrator.train.parts.weight_copies import WeightCopies
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.loading import seed_python_and_numpy
+from orchestrator.train.device.clock import DevicePhaseClock, PhaseClock
+from orchestrator.train.device.compiling import Compiled
+from orchestrator.train.device.precision import Precision, store_frozen
+from orchestrator.train.device.recompute import recompute_blocks
+from orchestrator.train.group.heartbeat import Heartbeat
+from orchestrator.train.group.world import World
+from orchestrator.train.optim.adamw import AdamW
+from orchestrator.train.optim.named_optimizers import build_named_optimizer, separate_shards
+from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule
+from orchestrator.train.optim.weight_average import WeightAverage
+from orchestrator.train.optim.weight_copies import WeightCopies
 from orchestrator.train.step_graph.graphs import StepGraphs
 from orchestrator.train.step_graph.obstacles import find_obstacle
 from orchestrator.train.step_graph.recorder import CudaRecorder

@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from experts.expert_state import remote_expert_names
+from orchestrator.checkpoint.progress import read_progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.log import SilentLog
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.generation import GenerationOptions
-from orchestrator.train.checkpoint.progress import read_progress
 from orchestrator.train.checkpoint.restore import restore_model
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evaluation.generation import find_prompts, generate
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.train.worker.build import build_evaluation
 from orchestrator.train.worker.build_model import ModelParts, build_parts
 from orchestrator.train.worker.final_model import use_priors, weight_kinds, with_average
 from orchestrator.train.worker.placed_experts import place_experts
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import StartPoint, load_named, saved_experts_to_start_with
 
 OnBatch = Callable[[int, int | None], None]

@@ -13,6 +13,10 @@ from torch import nn
 from experts.balance import gated_layers, moe_layers
 from experts.model import structure_of
 from experts.token_dropout import token_dropouts
+from orchestrator.checkpoint.files import AVERAGE_SLOT, Contents, load, step_name
+from orchestrator.checkpoint.progress import read_progress
+from orchestrator.checkpoint.saved_experts import OtherExperts
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged, ResourceError, TrainingFailed, UserError
 from orchestrator.record.files.effective import effective_events
 from orchestrator.record.files.events import Event, of_kind
@@ -20,16 +24,11 @@ from orchestrator.record.files.log import Log
 from orchestrator.record.files.validate import is_valid
 from orchestrator.record.summary.index import read_fold
 from orchestrator.record.summary.summary import best_evaluation
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import build_checked_model
-from orchestrator.train.checkpoint.files import Contents, load, step_name
-from orchestrator.train.checkpoint.progress import read_progress
 from orchestrator.train.checkpoint.restore import check_experts, restore_model
-from orchestrator.train.checkpoint.saved_experts import OtherExperts
-from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.parts.weight_average import SLOT
 from orchestrator.train.worker.placed_experts import build_experts
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import find_candidates
 
 
@@ -155,7 +154,7 @@ def weight_kinds(averaged: bool) -> frozenset[str]:
 
 def with_average(contents: Contents) -> Contents:
     """Return a checkpoint's contents with the average in place of the weights that have one."""
-    prefix = f"{SLOT}/"
+    prefix = f"{AVERAGE_SLOT}/"
     if not any(key.startswith(prefix) for key in contents.tensors["optimizer"]):
         raise UserError(
             "the checkpoint has no average of the weights, which a run keeps with --ema-decay; use its "

@@ -13,18 +13,18 @@ from typing import Any
 
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import to_json
+from orchestrator.live.callbacks.callbacks import CallbackRunner
+from orchestrator.live.screen.screen import Screen
+from orchestrator.live.trackers.trackers import TrackerThread
 from orchestrator.plan.inventory.hardware import inventory, secret_values
-from orchestrator.record.callbacks.callbacks import CallbackRunner
 from orchestrator.record.files.events import EventLog, Listener
 from orchestrator.record.files.log import Log
 from orchestrator.record.machine.monitor import Monitor
-from orchestrator.record.screen.screen import Screen
 from orchestrator.record.summary.index import FoldKeeper
-from orchestrator.record.trackers.trackers import TrackerThread
 from orchestrator.redaction import mask_tree
-from orchestrator.train.parts.world import World
-from orchestrator.train.requests import Requests
-from orchestrator.train.worker.prepared_run import PreparedRun
+from orchestrator.run.prepared_run import PreparedRun
+from orchestrator.train.group.requests import Requests
+from orchestrator.train.group.world import World
 
 
 @contextmanager

@@ -12,13 +12,13 @@ from experts.balance import moe_layers
 from experts.rebalance.replicas import group_count
 from experts.structure import LayerStructure
 from experts.surgery.surgery import restructure
+from orchestrator.checkpoint.saved_experts import SavedExperts
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.host_groups import groups_on
 from orchestrator.plan.planning import Plan
-from orchestrator.train.checkpoint.saved_experts import SavedExperts
-from orchestrator.train.parts.world import World
+from orchestrator.run.prepared_run import PreparedRun
+from orchestrator.train.group.world import World
 from orchestrator.train.strategies.placement import PlacementDecision, decide_placement
-from orchestrator.train.worker.prepared_run import PreparedRun
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from orchestrator.config.settings import Config
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.synthetic import Synthetic
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.memory import free_cached
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.device.memory import free_cached
+from orchestrator.train.group.world import World
 from orchestrator.train.worker.build_model import build_parts, build_stepper
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.torch_settings import preserved_random_state, torch_settings
 from orchestrator.types import Choice
 

@@ -10,20 +10,20 @@ from typing import Any, Literal
 
 from experts.balance import gated_layers
 from experts.expert_state import remote_expert_names
+from orchestrator.checkpoint.files import KINDS, MANIFEST, Contents, load
+from orchestrator.checkpoint.hashed_file import no_progress
+from orchestrator.checkpoint.progress import Progress, read_progress
+from orchestrator.checkpoint.saved_experts import SavedExperts, read_experts
+from orchestrator.checkpoint.store import CheckpointStore, LoadedCheckpoint, Skipped, first_good
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, OrchestratorError, UserError
 from orchestrator.record.files.log import Log, SilentLog
-from orchestrator.train.checkpoint.files import KINDS, MANIFEST, Contents, load
-from orchestrator.train.checkpoint.hashed_file import no_progress
-from orchestrator.train.checkpoint.progress import Progress, read_progress
+from orchestrator.run.run_dir import given_location
 from orchestrator.train.checkpoint.restore import restore, restore_model
-from orchestrator.train.checkpoint.saved_experts import SavedExperts, read_experts
 from orchestrator.train.checkpoint.snapshot_format import SnapshotPart, read_part
 from orchestrator.train.checkpoint.snapshot_source import SnapshotSource, fetch_contents, using_snapshots
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.checkpoint.store import CheckpointStore, LoadedCheckpoint, Skipped, first_good
-from orchestrator.train.parts.world import World
-from orchestrator.train.worker.run_dir import given_location
+from orchestrator.train.group.world import World
 
 
 @dataclass(frozen=True)

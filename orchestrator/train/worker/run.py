@@ -14,23 +14,30 @@ from typing import Any, Self
 from torch import nn
 
 from experts.model import structure_of
+from orchestrator.checkpoint.saved_experts import OtherExperts, SavedExperts
+from orchestrator.checkpoint.store import CheckpointStore
+from orchestrator.live.callbacks.callbacks import CallbackRunner
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.record.callbacks.callbacks import CallbackRunner
 from orchestrator.record.files.events import DriverLog, EventLog, last_recorded_step
 from orchestrator.record.files.log import Log
 from orchestrator.record.summary.index import read_fold, save_fold
 from orchestrator.redaction import Secrets, mask
-from orchestrator.train.checkpoint.saved_experts import OtherExperts, SavedExperts
+from orchestrator.run.plan_file import (
+    read_earlier_plan,
+    read_last_expert_loads,
+    write_config_and_plan,
+)
+from orchestrator.run.prepared_run import PreparedRun
+from orchestrator.run.run_dir import write_summary
 from orchestrator.train.checkpoint.snapshots import SnapshotTarget
-from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.heartbeat import Heartbeat
-from orchestrator.train.loop import Loop, Outcome
-from orchestrator.train.parts.profiling import profiling
-from orchestrator.train.parts.world import World
-from orchestrator.train.requests import Requests
+from orchestrator.train.device.profiling import profiling
+from orchestrator.train.group.heartbeat import Heartbeat
+from orchestrator.train.group.requests import Requests
+from orchestrator.train.group.world import World
+from orchestrator.train.loop.loop import Loop, Outcome
+from orchestrator.train.loop.training import LoopHooks, Training
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.shares import assign_shares
-from orchestrator.train.training import LoopHooks, Training
 from orchestrator.train.worker.batch_probe import with_measured_batch
 from orchestrator.train.worker.build import OpenStore, WorkerContext, build_training
 from orchestrator.train.worker.observers import monitor_readings
@@ -40,14 +47,7 @@ from orchestrator.train.worker.placed_experts import (
     place_experts,
     placement_fields,
 )
-from orchestrator.train.worker.plan_file import (
-    read_earlier_plan,
-    read_last_expert_loads,
-    write_config_and_plan,
-)
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import ResumeFrom, StartPoint, saved_experts_to_start_with
-from orchestrator.train.worker.run_dir import write_summary
 from orchestrator.train.worker.shown_model import ShownModel
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.types import VERSION, Choice, first_line

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.errors import UserError
-from orchestrator.record.callbacks.callback_values import ModelMoment
-from orchestrator.record.callbacks.callbacks import CallbackRunner
-from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.parts.shards import is_shard_type, local_part
+from orchestrator.live.callbacks.callback_values import ModelMoment
+from orchestrator.live.callbacks.callbacks import CallbackRunner
+from orchestrator.train.optim.shards import is_shard_type, local_part
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.worker.torch_settings import preserved_random_state
 

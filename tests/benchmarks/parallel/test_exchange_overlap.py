@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.parallel.exchange_overlap import VARIANTS, _measure, _row
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from tests.support.hosts.thread_hosts import run_gloo_threads
 
 

@@ -10,8 +10,8 @@ from benchmarks.parallel import paced_task, segments
 from benchmarks.parallel.paced_task import Paced
 from orchestrator.config.settings import Config
 from orchestrator.record.files.log import SilentLog
-from orchestrator.train.loop import Loop
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
+from orchestrator.train.loop.loop import Loop
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.trainer import Trainer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.storage.checkpoints import SAVES, RankResult, build_state, measure, rows_of
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from tests.support.hosts.thread_hosts import run_gloo_threads
 
 GIGABYTES = 0.001

@@ -16,9 +16,9 @@ from orchestrator.data.documents.mixture import MixedDocuments, divide
 from orchestrator.data.documents.opening import open_documents, open_mixture
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.errors import UserError
-from orchestrator.train.feeds.indexed import IndexedFeed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.indexed import IndexedFeed
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.group.world import World
 from orchestrator.trainer import Trainer
 from tests.support.lm.language_models import lm_config, save_sums
 from tests.support.lm.packed_samples import write_rows

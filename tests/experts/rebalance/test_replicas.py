@@ -17,8 +17,8 @@ from experts.rebalance.replicas import group_count, replica_placement
 from experts.structure import Change, LayerStructure, changed
 from experts.tokens.exchange import GroupExchange
 from experts.tokens.routes import route_table
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import process_group_world
 from tests.support.hosts.ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ from experts.balance import moe_layers
 from experts.context import StepContext
 from experts.transformers.registration import use
 from experts.transformers.router_bias import has_router_biases, use_balance_bias
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from tests.support.hosts.ranks import run_ranks
 from tests.support.lm.families import BIASED_FAMILIES, FAMILIES, build, tokens
 from tests.support.moe.bias_runs import (

@@ -16,11 +16,11 @@ from orchestrator.plan.estimate import estimate_memory
 from orchestrator.plan.planning import Plan
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.tasks.validate import as_loss
-from orchestrator.train.data import as_dataset
-from orchestrator.train.parts import adamw, named_optimizers
-from orchestrator.train.parts.adamw import AdamW
-from orchestrator.train.parts.precision import autocast
-from orchestrator.train.parts.weight_copies import WeightCopies
+from orchestrator.train.data.steps import as_dataset
+from orchestrator.train.device.precision import autocast
+from orchestrator.train.optim import adamw, named_optimizers
+from orchestrator.train.optim.adamw import AdamW
+from orchestrator.train.optim.weight_copies import WeightCopies
 from orchestrator.types import PrecisionName
 from tests.support.fakes.inventories import gpu, machine, planned
 from tests.support.runs.live_bytes import LiveBytes

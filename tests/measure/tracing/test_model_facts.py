@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.run.prepared_run import loss_note
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Loss, Task, TensorData
-from orchestrator.train.worker.prepared_run import loss_note
 
 
 @pytest.mark.parametrize(("capacity", "limited"), [(None, False), (1.25, True)])

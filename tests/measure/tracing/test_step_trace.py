@@ -16,7 +16,7 @@ from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_ba
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Task, TensorData
-from orchestrator.train.parts import adamw
+from orchestrator.train.optim import adamw
 from orchestrator.types import MIB
 
 ON_GPU = TraceOptions(on_gpu=True, precision="bf16")

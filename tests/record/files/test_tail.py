@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from orchestrator.live.screen.screen import Screen
 from orchestrator.record.files.events import (
     DriverLog,
     Event,
@@ -22,7 +23,6 @@ from orchestrator.record.files.events import (
     whole_line_bytes,
 )
 from orchestrator.record.files.tail import Follower
-from orchestrator.record.screen.screen import Screen
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.callbacks.callbacks import Callback, CallbackRunner
+from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.runtime.driver import _sent_callbacks
 from tests.support.hosts.cluster import RayCluster

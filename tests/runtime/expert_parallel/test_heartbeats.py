@@ -13,7 +13,7 @@ import pytest
 from orchestrator.runtime.expert_parallel import heartbeats as module
 from orchestrator.runtime.expert_parallel.heartbeats import Heartbeats, heartbeat_key
 from orchestrator.runtime.expert_parallel.stuck import find_stuck
-from orchestrator.train.parts.stores import seal
+from orchestrator.train.group.stores import seal
 
 SECRET = "a secret"
 

@@ -16,7 +16,7 @@ from orchestrator.runtime.expert_parallel.host_worker import (
     _reusing_client,
     _sender,
 )
-from orchestrator.train.parts.stores import unseal
+from orchestrator.train.group.stores import unseal
 
 
 def broken(*_: Any) -> bool:

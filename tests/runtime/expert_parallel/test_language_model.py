@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from orchestrator.checkpoint.files import load
 from orchestrator.cli.main import main
 from orchestrator.record.files.events import of_kind
+from orchestrator.run.run_settings import read_run_settings
 from orchestrator.tasks.lm.task import LanguageModel
-from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.restore import restore_model
-from orchestrator.train.worker.run_settings import read_run_settings
 from tests.support.faults.chaos_runs import FinishedRun, Job, run_with_faults
 from tests.support.faults.fault_schedule import FaultSchedule
 from tests.support.faults.run_checks import (

@@ -230,7 +230,7 @@ class WrappedFunction:
 
 WRAPPED = (
     WrappedFunction(
-        "orchestrator.train.feeds.indexed",
+        "orchestrator.train.data.indexed",
         "_GatherRows.__call__",
         lambda agent: agent.enter_phase("data"),
         False,
@@ -245,7 +245,7 @@ WRAPPED = (
     ),
     WrappedFunction("orchestrator.train.checkpoint.writer", "capture", _enter_checkpoint, False),
     WrappedFunction(
-        "orchestrator.train.checkpoint.files",
+        "orchestrator.checkpoint.files",
         "_write_json",
         lambda agent: agent.enter_phase("checkpoint"),
         False,

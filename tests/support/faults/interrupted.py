@@ -15,19 +15,19 @@ import torch
 
 import experts.surgery.surgery as surgery_module
 from experts.structure import LayerStructure
+from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.files import Contents
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.saved_experts import read_experts
 from orchestrator.train.checkpoint.capture import capture
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
-from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
-from orchestrator.train.checkpoint.saved_experts import read_experts
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.data import StepBatch
-from orchestrator.train.parts.comm_errors import is_communication_error
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.data.steps import StepBatch
+from orchestrator.train.group.comm_errors import is_communication_error
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
 from tests.support.faults.planted_faults import by_expert
 from tests.support.hosts.ranks import run_ranks

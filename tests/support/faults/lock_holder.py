@@ -11,7 +11,7 @@ from pathlib import Path
 _HOLD = """
 import sys
 from pathlib import Path
-from orchestrator.train.worker.folder_lock import folder_lock
+from orchestrator.run.folder_lock import folder_lock
 
 with folder_lock(Path(sys.argv[1])):
     print("locked", flush=True)

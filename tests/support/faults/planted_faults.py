@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from experts.balance import gated_layers
 from experts.expert_state import split_experts, stacked_names
-from orchestrator.train.data import Feed, StepBatch
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.data.steps import Feed, StepBatch
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper
 from tests.support.hosts.ranks import RanksFailed, run_ranks

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from orchestrator.checkpoint.files import KINDS, load
 from orchestrator.record.experts.expert_changes import expert_events
 from orchestrator.record.files.events import Event, by_step, of_kind, read_events
-from orchestrator.train.checkpoint.files import KINDS, load
 from tests.support.faults.fault_injector import is_alive
 from tests.support.faults.fault_schedule import FaultFolder
 from tests.support.hosts.cluster import RayCluster, connected

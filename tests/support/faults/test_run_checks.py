@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from orchestrator.checkpoint.files import Contents
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.record.files.events import Event
-from orchestrator.train.checkpoint.files import Contents
-from orchestrator.train.checkpoint.store import CheckpointStore
 from tests.support.faults import run_checks
 from tests.support.faults.fault_schedule import FaultFolder
 from tests.support.storage.checkpoints import save_checkpoint

@@ -13,7 +13,7 @@ import torch
 
 from experts.group import Group, GroupFactory
 from experts.membership import GroupMembership
-from orchestrator.train.parts.stores import open_store, tcp_store
+from orchestrator.train.group.stores import open_store, tcp_store
 
 Address = tuple[str, int]
 # Elements of a tensor that exceeds the buffers of sockets, so that a collective needs all its peers.

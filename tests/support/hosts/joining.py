@@ -10,7 +10,7 @@ import pytest
 from orchestrator.config.settings import Config
 from orchestrator.plan import workers
 from orchestrator.record.files.log import SilentLog
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.train.strategies import shares
 from orchestrator.train.worker.run import Supervision, WorkerRun
 from orchestrator.trainer import Trainer

@@ -14,6 +14,7 @@ from torch import nn
 
 from experts.layer import MoELayer
 from experts.model import place
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.runtime.expert_parallel import snapshot_references
 from orchestrator.runtime.expert_parallel.snapshot_references import (
     ReferencedSnapshots,
@@ -21,13 +22,12 @@ from orchestrator.runtime.expert_parallel.snapshot_references import (
     references_for,
 )
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.snapshot_source import fetch_contents
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.world import World
 from tests.support.storage.snapshots import CPU, CopyingSink
 
 GENERATION = 3

@@ -47,7 +47,7 @@ PRELOAD = (
     "torch.testing",
     "pytest",
     "orchestrator.train.worker.build",
-    "orchestrator.record.trackers.trackers",
+    "orchestrator.live.trackers.trackers",
     "tests.support.faults.interrupted",
 )
 GRACE_S = 5.0  # for the other ranks to fail too, once one has failed

@@ -13,12 +13,12 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from experts.membership import GroupMembership
-from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.world import World
 
 CPU = torch.device("cpu")
 

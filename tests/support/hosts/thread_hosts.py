@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp
 from experts import group as group_module
 from experts.group import GroupFactory
 from experts.membership import GroupMembership
-from orchestrator.train.parts.world import World, recoverable_world
+from orchestrator.train.group.world import World, recoverable_world
 
 _LIMIT_S = 300.0
 

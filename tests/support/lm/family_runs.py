@@ -22,11 +22,11 @@ from experts.tokens.exchange import GroupExchange
 from experts.transformers.balance import balance_loss, step_counts
 from experts.transformers.registration import use
 from orchestrator.config.settings import Config
+from orchestrator.train.data.indexed import IndexedFeed
+from orchestrator.train.data.loading import LoaderOptions
 from orchestrator.train.evolution.optimizer_state import state_spec
-from orchestrator.train.feeds.indexed import IndexedFeed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
 from tests.support.faults.planted_faults import by_expert, step_batches
 from tests.support.lm.families import (

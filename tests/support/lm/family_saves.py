@@ -12,13 +12,13 @@ from torch import nn
 from transformers import GenerationConfig
 
 from experts.transformers.files.fingerprint import fingerprint
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.record.files.log import SilentLog
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from tests.support.faults.planted_faults import step_batches
 from tests.support.lm.families import BIASED_FAMILIES, FamilyTask, build
 from tests.support.lm.family_runs import CPU, GLOBAL_BATCH, placement

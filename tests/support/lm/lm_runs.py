@@ -11,11 +11,11 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.tasks.generation import GenerationOptions
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
 from orchestrator.train.evaluation.generation import Generation, find_prompts, generate
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.trainer import Trainer
 from tests.support.runs.steppers import Events, mean_loss, run_steps

@@ -15,8 +15,8 @@ from experts.transformers.lora.adapters import LoraOptions, add_lora
 from experts.transformers.lora.peft_files import adapter_config, peft_tensors
 from experts.transformers.registration import use
 from orchestrator.config.settings import Config
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from tests.support.faults.planted_faults import by_expert, step_batches
 from tests.support.lm.families import FamilyTask, build, next_token_loss
 from tests.support.lm.family_runs import (

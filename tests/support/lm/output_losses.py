@@ -17,9 +17,9 @@ from experts.transformers.lora.adapters import add_lora
 from orchestrator.tasks import token_loss
 from orchestrator.tasks.lm import output_layer
 from orchestrator.tasks.lm.balance import StepBalance
-from orchestrator.train.parts.recompute import block_lists
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.device.recompute import block_lists
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from tests.support.faults.planted_faults import step_batches
 from tests.support.lm.families import VOCABULARY, Fp32MeansFp64
 from tests.support.lm.family_lm import WEIGHT, FamilyLanguageModel

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from experts.transformers.layout import is_experts_module
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from tests.support.faults.planted_faults import step_batches
 from tests.support.lm.families import FamilyTask, build, next_token_loss
 from tests.support.lm.family_runs import CPU, GLOBAL_BATCH, STEPS, eager_optimizer, global_batches, placement

@@ -12,13 +12,13 @@ from experts.evolution.views import LayerView
 from experts.model import structure_of
 from experts.statistics import ExpertStatistics
 from experts.structure import Change, LayerStructure, changed
+from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.record.files.log import SilentLog
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
-from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.data import Feed
+from orchestrator.train.data.steps import Feed
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.train.stepper import Stepper
 from tests.support.faults.planted_faults import by_expert
 from tests.support.runs.steppers import make_stepper, mean_loss

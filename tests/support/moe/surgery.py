@@ -13,7 +13,7 @@ from experts.model import attach, initialise
 from experts.structure import Change
 from experts.surgery.expert_transfer import Slot, StateSpec
 from experts.surgery.surgery import Surgery, change_layer
-from orchestrator.train.parts.muon import Muon
+from orchestrator.train.optim.muon import Muon
 
 WIDTH = 6
 SPEC = StateSpec(

@@ -17,10 +17,10 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.record.files.events import EventLog, by_step, of_kind, read_events
 from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.task import Task, TensorData
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.worker.prepared_run import PreparedRun
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
 from tests.support.runs.tiny_model import Tiny

@@ -10,10 +10,10 @@ from torch import nn
 
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import EventLog, by_step, read_events
-from orchestrator.train.heartbeat import Heartbeat
-from orchestrator.train.loop import Loop
-from orchestrator.train.parts.world import World
-from orchestrator.train.training import LoopHooks, Training
+from orchestrator.train.group.heartbeat import Heartbeat
+from orchestrator.train.group.world import World
+from orchestrator.train.loop.loop import Loop
+from orchestrator.train.loop.training import LoopHooks, Training
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.trainer import Trainer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from orchestrator.record.screen.screen import Screen
+from orchestrator.live.screen.screen import Screen
 
 ESCAPE = "\x1b"
 

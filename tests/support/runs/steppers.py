@@ -16,15 +16,15 @@ from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import TensorData
 from orchestrator.tasks.text import Text
-from orchestrator.train.data import Feed
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.clock import PhaseClock
-from orchestrator.train.parts.named_optimizers import build_named_optimizer
-from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.recompute import recompute_blocks
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.data.steps import Feed
+from orchestrator.train.device.clock import PhaseClock
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.device.recompute import recompute_blocks
+from orchestrator.train.group.world import World
+from orchestrator.train.optim.named_optimizers import build_named_optimizer
+from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.base import Strategy

@@ -15,9 +15,9 @@ import torch
 from orchestrator.config.settings import Config
 from orchestrator.data.json_lines import JsonLines
 from orchestrator.tasks.digits import Digits
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.group.world import World
 from tests.support.faults.faulty_task import FaultyDigits
 
 

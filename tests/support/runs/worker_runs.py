@@ -12,8 +12,8 @@ from torch import Tensor
 
 from orchestrator.config.settings import Config
 from orchestrator.tasks.task import TensorData
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies import ddp
 from orchestrator.train.strategies.ddp import DDPOptions

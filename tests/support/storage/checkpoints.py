@@ -9,9 +9,9 @@ from uuid import uuid4
 
 import torch
 
+from orchestrator.checkpoint.files import Contents, HostPart, write_part
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.storage.folder import RemoteFolder
-from orchestrator.train.checkpoint.files import Contents, HostPart, write_part
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 
 DAMAGE_KINDS = ("flip", "truncate", "missing", "swap")

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from orchestrator.train.checkpoint.files import Contents
-from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.checkpoint.files import Contents
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.world import World
 from tests.support.hosts.save_hosts import RecordingLog, SaveHost, make_hosts, run_hosts
 from tests.support.storage.checkpoints import save_checkpoint
 

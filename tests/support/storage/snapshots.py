@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from experts.membership import GroupMembership
+from orchestrator.checkpoint.files import Contents, HostPart, load, write_manifest, write_part
+from orchestrator.checkpoint.hashed_file import Hashes
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.capture import capture
-from orchestrator.train.checkpoint.files import Contents, HostPart, load, write_manifest, write_part
-from orchestrator.train.checkpoint.hashed_file import Hashes
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshot_format import (
     Bytes,
     SnapshotHeader,
@@ -27,8 +27,8 @@ from orchestrator.train.checkpoint.snapshot_format import (
 )
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
 from tests.support.hosts.ranks import run_ranks
 from tests.support.runs.steppers import make_stepper, run_steps

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.trainer import Trainer
 from tests.support.hosts.ranks import run_ranks
 from tests.support.lm.language_models import lm_config

@@ -15,6 +15,7 @@ from orchestrator.cli.main import main
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.remote_record import download_record
+from orchestrator.run.run_dir import check_links
 from orchestrator.storage.folder import open_folder
 from orchestrator.tasks.lm.model_folder import (
     KEPT,
@@ -25,7 +26,6 @@ from orchestrator.tasks.lm.model_folder import (
     load_tokenizer,
 )
 from orchestrator.tasks.lm.task import LanguageModel
-from orchestrator.train.worker.run_dir import check_links
 from orchestrator.trainer import Trainer
 from tests.support.lm.language_models import lm_config
 from tests.support.runs.cli_runs import losses

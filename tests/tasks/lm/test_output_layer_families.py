@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from tests.support.hosts.ranks import run_ranks
 from tests.support.lm.families import FAMILIES
 from tests.support.lm.output_losses import Case, assert_equal, train_both, train_both_on_host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.train.checkpoint.files import Contents
+from orchestrator.checkpoint.files import Contents
 from tests.support.storage.snapshots import HOST_OF, TASK, HostSnapshots, take_snapshots
 
 

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.capture import StateTensor, _assign_writers, capture, host_share
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from tests.support.hosts.save_hosts import CPU, make_state
 
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from orchestrator.checkpoint.files import Contents
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.errors import UserError
 from orchestrator.train.checkpoint.capture import capture
-from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore, restore_model
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
 from tests.support.faults.planted_faults import by_expert, step_batches
 from tests.support.hosts.ranks import run_ranks

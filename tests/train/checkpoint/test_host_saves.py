@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from experts.membership import GroupLeft
-from orchestrator.train.checkpoint.files import load
-from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from tests.support.hosts.save_hosts import SaveHost, make_hosts, run_hosts, save_steps
 from tests.support.storage.snapshots import assert_same_contents, captured_contents
 

@@ -14,8 +14,8 @@ from orchestrator.train.checkpoint import pinned_buffers
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.world import World
 from tests.support.storage.snapshots import CPU, CopyingSink
 
 GPU = torch.device("cuda", 0)

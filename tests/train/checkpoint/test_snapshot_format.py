@@ -9,12 +9,12 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from orchestrator.train.checkpoint.files import Contents
+from orchestrator.checkpoint.files import Contents
 from orchestrator.train.checkpoint.snapshot_format import LiveTensor, _entries, read_part
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.parts.optim import ScheduledOptimizer
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import process_group_world
+from orchestrator.train.optim.optimizer import ScheduledOptimizer
 from tests.support.hosts.ranks import run_ranks
 from tests.support.runs.steppers import make_stepper, run_steps
 from tests.support.runs.tiny_model import Tiny

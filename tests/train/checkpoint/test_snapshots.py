@@ -16,8 +16,8 @@ import orchestrator.train.checkpoint.snapshot_format as format_module
 from experts.actor_host import Outbox
 from experts.group import GroupFactory
 from experts.membership import GroupLeft, GroupMembership
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshot_format import read_part
 from orchestrator.train.checkpoint.snapshots import (
     Snapshots,
@@ -25,9 +25,9 @@ from orchestrator.train.checkpoint.snapshots import (
     SnapshotTarget,
 )
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.stores import open_store
-from orchestrator.train.parts.world import World
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.stores import open_store
+from orchestrator.train.group.world import World
 from tests.support.storage.snapshots import CPU, CopyingSink, HostSnapshot, dense_part, merge_all
 
 

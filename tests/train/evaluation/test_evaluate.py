@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from orchestrator.tasks.task import Loss, Task, TensorData
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.device.precision import Precision
 from orchestrator.train.evaluation.evaluate import Evaluation
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import no_buffers
 from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy

@@ -13,9 +13,9 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.tasks.lm.task import LanguageModel
+from orchestrator.train.device.precision import Precision
 from orchestrator.train.evaluation.generation import find_prompts, generate
-from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.train.strategies.base import Strategy
 from tests.support.hosts.ranks import run_ranks
 from tests.support.lm.language_models import DoubleLanguageModel, lm_config

@@ -16,10 +16,10 @@ from orchestrator.errors import TaskFailed, UserError
 from orchestrator.record.files.log import SilentLog
 from orchestrator.tasks.metrics import AUC, F1, Perplexity
 from orchestrator.tasks.task import Loss, Task, TensorData
-from orchestrator.train.data import MicroBatch
+from orchestrator.train.data.steps import MicroBatch
 from orchestrator.train.evaluation.metric_states import MetricStates
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.trainer import Trainer
 from tests.support.hosts.ranks import run_ranks

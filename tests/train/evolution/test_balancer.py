@@ -9,7 +9,7 @@ from experts.layer import MoELayer
 from experts.placement.placement import HostFacts
 from experts.rebalance.costs import Cluster, LayerCosts
 from experts.structure import LayerStructure
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
 
 EVEN = [100, 100, 100, 100]

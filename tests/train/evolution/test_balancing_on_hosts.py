@@ -14,8 +14,8 @@ from orchestrator.config.settings import Config
 from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.tasks.task import TensorData
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import process_group_world
 from orchestrator.train.worker import build_evolution
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from tests.support.faults.planted_faults import merge_hosts
 from tests.support.hosts.ranks import run_ranks
 from tests.support.moe.evolving import random_script, train_evolving

@@ -12,13 +12,13 @@ from experts.balance import moe_layers
 from experts.evolution.views import LayerView
 from experts.model import structure_of
 from experts.structure import Change
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.execution import Execution
 from orchestrator.train.evolution.measurements import LayerMeasurement
 from orchestrator.train.evolution.plan import EvolutionPlan
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import process_group_world
 from tests.support.hosts.ranks import run_ranks
 from tests.support.moe.evolving import ListLog, ScriptedPolicy
 from tests.support.runs.steppers import make_stepper

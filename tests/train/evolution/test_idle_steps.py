@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from experts.context import MoEContext
+from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.record.files.log import SilentLog
-from orchestrator.train.checkpoint.evolution_state import EvolutionState
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan
 

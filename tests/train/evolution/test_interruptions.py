@@ -12,7 +12,7 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from tests.support.faults.interrupted import (
     Interruption,
     Segment,

@@ -13,9 +13,9 @@ from experts.surgery.surgery import Surgery, change_layer
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.train.evolution.optimizer_state import state_spec
-from orchestrator.train.parts.named_optimizers import build_named_optimizer
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
+from orchestrator.train.optim.named_optimizers import build_named_optimizer
 from tests.support.hosts.ranks import run_ranks
 from tests.support.moe.surgery import WIDTH, make, train_step
 

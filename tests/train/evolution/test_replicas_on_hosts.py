@@ -12,14 +12,14 @@ import torch
 
 from experts.balance import gated_layers
 from experts.layer import MoELayer
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import EventLog, by_step, read_events
 from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.snapshots import SnapshotTarget
-from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import Supervision, WorkerRun, run_worker
 from orchestrator.trainer import Trainer

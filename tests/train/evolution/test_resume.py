@@ -13,17 +13,17 @@ from torch import nn
 from experts.model import structure_of
 from experts.structure import LayerStructure
 from orchestrator import load_weights
+from orchestrator.checkpoint.saved_experts import SavedExperts
 from orchestrator.config.settings import Config
+from orchestrator.live.callbacks.callbacks import CallbackRunner
+from orchestrator.live.screen.screen import Screen
 from orchestrator.plan.inventory.cluster import Cluster
-from orchestrator.record.callbacks.callbacks import CallbackRunner
 from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.record.files.log import Log, SilentLog
-from orchestrator.record.screen.screen import Screen
+from orchestrator.run.prepared_run import PreparedRun, banner_rows
 from orchestrator.tasks.task import Task
-from orchestrator.train.checkpoint.saved_experts import SavedExperts
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.worker.prepared_run import PreparedRun, banner_rows
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.resume import experts_to_show
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from experts.transformers.files.fingerprint import fingerprint
 from experts.transformers.files.shards import SINGLE_FILE
 from experts.transformers.lora.peft_files import ADAPTER_FILE
+from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import UserError
-from orchestrator.train.checkpoint.files import load
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.export.adapters import AdaptedModel, export_adapters, export_merged
 from orchestrator.train.export.weights import ExportForm
 from tests.support.hosts.ranks import run_ranks

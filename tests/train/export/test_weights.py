@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from experts.transformers.files import writing
+from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.store import CheckpointStore
+from orchestrator.checkpoint.weight_source import CheckpointWeights
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.train.checkpoint.files import load
-from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.checkpoint.weight_source import CheckpointWeights
 from orchestrator.train.export import folder as export_folder
 from orchestrator.train.export.weights import ExportForm, export_checkpoint
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from tests.support.hosts.ranks import run_ranks
 from tests.support.lm.families import BIASED_FAMILIES, FAMILIES, build, in_their_names, tokens
 from tests.support.lm.family_saves import (

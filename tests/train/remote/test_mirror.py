@@ -14,12 +14,12 @@ from uuid import uuid4
 
 import pytest
 
+from orchestrator.checkpoint.files import Contents
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import TrainingFailed
 from orchestrator.record.files.log import SilentLog
 from orchestrator.storage.folder import RemoteFolder
-from orchestrator.train.checkpoint.files import Contents
-from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote import mirror, retry
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.mirror import Mirror

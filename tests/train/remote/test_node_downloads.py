@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.checkpoint.files import load
 from orchestrator.errors import CheckpointDamaged
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.checkpoint.files import load
 from orchestrator.train.remote import retry
 from orchestrator.train.remote.node_store import NodeStore
 from tests.support.storage.checkpoints import remote_run_with_checkpoints

@@ -11,17 +11,17 @@ from uuid import uuid4
 
 import pytest
 
+from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
+from orchestrator.run.prepared_run import PreparedRun
+from orchestrator.run.run_dir import given_location
 from orchestrator.runtime.bootstrap import Assignment, worker_folder
 from orchestrator.storage.folder import RemoteFolder
-from orchestrator.train.checkpoint.files import load
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.remote_start import RemoteStart, downloaded_start, remote_start
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import check_start_checkpoint, find_candidates
-from orchestrator.train.worker.run_dir import given_location
 from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 NAME = "step_00000040"

@@ -12,12 +12,12 @@ from uuid import uuid4
 import pytest
 import torch
 
+from orchestrator.checkpoint.files import HostPart, load, write_part
+from orchestrator.checkpoint.hashed_file import Hashes
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.errors import CheckpointDamaged
 from orchestrator.record.files.log import SilentLog
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.checkpoint.files import HostPart, load, write_part
-from orchestrator.train.checkpoint.hashed_file import Hashes
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.remote import mirror, node_store, retry
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.mirror import Mirror

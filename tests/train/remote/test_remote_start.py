@@ -10,11 +10,11 @@ from uuid import uuid4
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.storage.folder import RemoteFolder
-from orchestrator.train.checkpoint.files import load
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.remote_start import downloaded_start, remote_start
 from tests.support.storage.checkpoints import remote_run_with_checkpoints

@@ -11,8 +11,8 @@ import torch
 
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.step.pending import PendingStep, fetch_figures
 from orchestrator.train.step.totals import Totals, TotalsReducer
 from tests.support.hosts.ranks import run_ranks

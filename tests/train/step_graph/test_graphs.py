@@ -14,7 +14,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Task, TensorData
-from orchestrator.train.data import Feed
+from orchestrator.train.data.steps import Feed
 from orchestrator.train.step_graph.graphs import MAX_GRAPHS, WARM_UP_STEPS
 from orchestrator.train.step_graph.layout import copy_tensors
 from orchestrator.train.stepper import Stepper

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.train.data import MicroBatch, StepBatch
+from orchestrator.train.data.steps import MicroBatch, StepBatch
 from orchestrator.train.step_graph.layout import layout_of_step
 
 X = torch.zeros(2, 3)

@@ -11,7 +11,7 @@ from torch import nn
 
 from experts.layer import MoELayer
 from experts.statistics import ExpertStatistics
-from orchestrator.train.parts.precision import Precision
+from orchestrator.train.device.precision import Precision
 from orchestrator.train.step_graph.obstacles import find_obstacle
 from orchestrator.train.strategies.base import Strategy
 

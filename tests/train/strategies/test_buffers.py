@@ -9,8 +9,8 @@ from torch import nn
 from experts.balance import gated_layers
 from experts.model import place
 from orchestrator.errors import UserError
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import process_group_world
 from orchestrator.train.strategies.buffers import (
     convert_sync_batchnorm,
     persistent_buffers,

@@ -15,8 +15,8 @@ from orchestrator.errors import OutOfMemory
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.tasks.text import Text
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.strategies.buffers import no_buffers, running_statistics
 from orchestrator.train.strategies.ddp import DDPOptions
 from tests.support.hosts.ranks import RanksFailed, run_ranks

@@ -21,8 +21,8 @@ from experts.kernels.adapters import Adapters
 from experts.model import initialise
 from experts.tokens.transfer import Transfer
 from orchestrator.config.settings import Config
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies.fsdp import full_tensor
 from orchestrator.train.worker.build_model import build_model

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.config.settings import Config
-from orchestrator.train.data import Feed
-from orchestrator.train.feeds.indexed import IndexedFeed
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.data.indexed import IndexedFeed
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.data.steps import Feed
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
+from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.buffers import running_statistics

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from experts.group import Group
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import process_group_world
 from orchestrator.train.strategies import expert_parallel
 from tests.support.faults.planted_faults import step_batches
 from tests.support.hosts.ranks import run_ranks

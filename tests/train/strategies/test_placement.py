@@ -16,7 +16,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.host_groups import expert_memory
 from orchestrator.plan.planning import plan
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from orchestrator.train.strategies import placement as placement_module
 from orchestrator.train.strategies.placement import (
     PlacementDecision,

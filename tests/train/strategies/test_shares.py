@@ -9,8 +9,8 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.plan.planning import plan
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.strategies import shares
 from orchestrator.train.strategies.shares import (
     MeasuredDevice,

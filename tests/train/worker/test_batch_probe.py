@@ -11,8 +11,8 @@ from orchestrator.plan.estimate import ModelFacts, estimate_memory, largest_fitt
 from orchestrator.plan.evolution import grown
 from orchestrator.plan.planning import plan, planned_facts
 from orchestrator.tasks.load import load_task
-from orchestrator.train.data import StepBatch
-from orchestrator.train.parts.world import World
+from orchestrator.train.data.steps import StepBatch
+from orchestrator.train.group.world import World
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker import batch_probe
 from orchestrator.train.worker.batch_probe import _growth_bytes

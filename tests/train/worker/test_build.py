@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from orchestrator import JsonLines
+from orchestrator.checkpoint.files import AVERAGE_SLOT
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import EventLog, by_step, of_kind, read_events
-from orchestrator.train.loop import Loop
-from orchestrator.train.parts.weight_average import SLOT
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
+from orchestrator.train.loop.loop import Loop
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import persistent_buffers
 from orchestrator.train.strategies.ddp import DDPOptions
@@ -116,7 +116,7 @@ def test_as_many_checkpoints_are_kept_as_asked(tmp_path: Path) -> None:
 def test_a_run_resumed_without_an_average_drops_the_saved_one(tmp_path: Path) -> None:
     def has_average(loop: Loop) -> bool:
         states = loop.stepper.optimizer.inner.state.values()
-        return any(SLOT in state for state in states)
+        return any(AVERAGE_SLOT in state for state in states)
 
     first, _ = run_loop(tmp_path, max_steps=2, ema_decay=0.9)
     assert has_average(first)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from orchestrator.checkpoint.files import step_name
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.record.files.events import Event, of_kind, read_events
 from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.tasks.split import with_split
-from orchestrator.train.checkpoint.files import step_name
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.checkpoint_evaluation import evaluate_checkpoint
 from orchestrator.trainer import Trainer
 from tests.support.hosts.ranks import run_ranks

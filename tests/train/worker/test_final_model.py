@@ -22,12 +22,12 @@ from orchestrator.record.files.events import Event, EventLog, of_kind, read_even
 from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.record.summary.summary import summarise
 from orchestrator.result import Result
+from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.task import Loss, TensorData
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.final_model import FinalWeights, choose_weights, copy_model, final_model
 from orchestrator.train.worker.placed_experts import build_experts
-from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
 from tests.support.hosts.ranks import run_ranks

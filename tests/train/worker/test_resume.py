@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.record.files.log import SilentLog
 from orchestrator.tasks.digits import Digits
-from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.loop import Loop
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
+from orchestrator.train.loop.loop import Loop
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.train.worker.build_model import build_parts
 from orchestrator.train.worker.resume import StartPoint, _resumed, restore_checkpoint

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from experts.expert_state import remote_expert_names
+from orchestrator.checkpoint.files import Contents, HostPart, load
+from orchestrator.checkpoint.hashed_file import HashedReader
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.record.files.log import SilentLog
 from orchestrator.train.checkpoint.capture import capture
-from orchestrator.train.checkpoint.files import Contents, HostPart, load
-from orchestrator.train.checkpoint.hashed_file import HashedReader
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import process_group_world
 from orchestrator.train.worker.resume import StartPoint, _find_on_main, _load_together, restore_newest
 from tests.support.hosts.ranks import run_ranks
 from tests.support.runs.steppers import make_stepper, run_steps

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from orchestrator.checkpoint.files import load
 from orchestrator.config.settings import Config
-from orchestrator.record.callbacks.callback_values import EndInfo, FailureInfo
-from orchestrator.record.callbacks.callbacks import Callback, CallbackRunner, Request
+from orchestrator.live.callbacks.callback_values import EndInfo, FailureInfo
+from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner, Request
 from orchestrator.record.files.events import DriverLog, Event, EventLog, by_step, of_kind, read_events
 from orchestrator.record.files.log import Log, SilentLog
-from orchestrator.train.checkpoint.files import load
-from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.requests import Requests
+from orchestrator.train.group.requests import Requests
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import Supervision, record_failure, run_worker
 from orchestrator.trainer import Trainer

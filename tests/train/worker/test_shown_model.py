@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.config.settings import Config
 from orchestrator.errors import TaskFailed, UserError
-from orchestrator.record.callbacks.callbacks import CallbackRunner
-from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.live.callbacks.callbacks import CallbackRunner
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.worker.shown_model import ShownModel
 

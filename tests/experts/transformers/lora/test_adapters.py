@@ -22,7 +22,7 @@ from experts.transformers.lora.adapters import (
 )
 from experts.transformers.lora.targets import find_targets
 from experts.transformers.registration import restore, use
-from orchestrator.train.parts.world import World
+from orchestrator.train.group.world import World
 from tests.support.faults.planted_faults import by_expert
 from tests.support.hosts.ranks import run_ranks
 from tests.support.lm.families import EXPERTS, FAMILIES, build, tokens

@@ -1,0 +1,290 @@
+"""Output of a run for people: a banner, a progress bar (plain lines if the output is no terminal),
+evaluations, warnings.
+
+``Screen`` is a listener of the event log, or of a follower of it in a process that does not train.
+A step event only updates numbers; rich's own thread draws them, about eight times per second.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.record.experts.expert_changes import parse_change
+from orchestrator.record.files.events import Event
+from orchestrator.record.files.scalars import to_float
+from orchestrator.record.summary.speed import RECENT_STEPS, speed_of
+from orchestrator.redaction import Secrets, mask
+from orchestrator.report.draw.display import Display
+from orchestrator.report.draw.text import (
+    change_line,
+    cuda_graph_text,
+    failure_text,
+    oom_text,
+    recovery_text,
+)
+from orchestrator.types import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+NUM_PLAIN_LINES = 10  # progress lines of a whole run if the output is no terminal
+MAX_METRICS = 3  # of a task, on a line of progress; an evaluation shows all
+REST_OF_BAR = 68  # columns of the bar line without the bar itself, at most
+
+
+class _Speed:
+    """Samples, or the units that a task counts, per second over the last steps."""
+
+    def __init__(self, unit: str = "") -> None:
+        self._unit = unit or "tokens"
+        self._steps: deque[Event] = deque(maxlen=RECENT_STEPS)
+
+    def add(self, event: Event) -> None:
+        if not event.get("warm_up"):
+            self._steps.append(event)
+
+    def text(self) -> str:
+        # A copy: the drawing thread reads while the training thread appends.
+        speed = speed_of(tuple(self._steps))
+        if speed is None or not speed.samples:
+            return ""
+        if self._unit == "samples" or speed.units == speed.samples:
+            return f"{_rate_text(speed.samples)} samples/s"
+        return f"{_rate_text(speed.units)} {self._unit}/s"
+
+
+def _rate_text(rate: float) -> str:
+    """Return a rate for people, with two digits or more: 0.0234 -> '0.023', 12.34 -> '12.3'."""
+    if rate < 1:
+        return f"{rate:.2g}"
+    return count_text(round(rate, 1 if rate < 100 else None))
+
+
+@dataclass
+class _BarState:
+    """The numbers of the bar, as of the last events."""
+
+    step: int = 0
+    total: int | None = None
+    loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    memory_bytes: float | None = None
+    speed: _Speed = field(default_factory=_Speed)
+
+    def text(self) -> str:
+        loss = "" if self.loss is None else f"loss {self.loss:.4g}"
+        memory = "" if self.memory_bytes is None else bytes_text(self.memory_bytes)
+        shown = list(self.metrics.items())[:MAX_METRICS]
+        metrics = [f"{name} {value:.4g}" for name, value in shown]
+        return "  ".join(part for part in (loss, *metrics, self.speed.text(), memory) if part)
+
+
+class Screen:
+    """Shows events as they come. ``quiet`` shows nothing at all; ``secrets`` are never shown."""
+
+    def __init__(self, console: Console | None = None, quiet: bool = False, secrets: Secrets = ()) -> None:
+        self._display = Display(console, quiet, self.close, "the run continues, see its events.jsonl")
+        self._secrets = secrets
+        self._state = _BarState()
+        self._bar: Progress | None = None
+        self._next_line = 0
+        self.log_every: int | None = None
+        """Steps between lines if the output is no terminal, as the user has set them."""
+        self._is_recovering = False
+        self._handlers: dict[str, Callable[[Event], None]] = {
+            "start": self._start,
+            "step": self._step,
+            "monitor": self._monitor,
+            "evaluate": self._evaluate,
+            "resume": self._resume,
+            "placement": self._placement,
+            "expert": self._expert,
+            "notice": lambda event: self._line(str(event["message"])),
+            "warning": lambda event: self._warning(f"warning: {event.get('message')}"),
+            "failure": self._failure,
+            "recovery": self._recovery,
+            "compile": self._compile,
+            "cuda_graph": self._cuda_graph,
+            "oom": lambda event: self._warning(oom_text(event)),
+            "end": self._end,
+        }
+
+    def banner(self, rows: Sequence[tuple[str, str]], title: str = "") -> None:
+        """Show the run that is about to start, as (label, value) rows."""
+        show = self._panel if self._display.is_live else self._plain_banner
+        self._display.guard(lambda: show(rows, title))
+
+    def note(self, text: str) -> None:
+        """Show a line about an operation that takes a while."""
+        self._line(text)
+
+    def __call__(self, event: Event) -> None:
+        handler = self._handlers.get(event["event"])
+        if handler is not None:
+            self._display.guard(lambda: handler(event))
+
+    def close(self) -> None:
+        """Leave the bar as it is and release the terminal. May be called again."""
+        bar = self._bar
+        self._bar = None
+        if bar is not None:
+            bar.stop()
+
+    def _start(self, event: Event) -> None:
+        self.close()  # a run that starts again in this process gets a new bar
+        total = event.get("total_steps")
+        self._state = _BarState(
+            step=int(event.get("step") or 0),
+            total=int(total) if total else None,
+            speed=_Speed(str(event.get("unit") or "")),
+        )
+        self._next_line = self._state.step + 1
+        if self._display.is_live:
+            self._bar = _make_bar(self._display.console, self._state)
+            self._bar.start()
+
+    def _step(self, event: Event) -> None:
+        state = self._state
+        state.step = int(event.get("step") or 0)
+        state.loss = to_float(event.get("loss"))
+        metrics = {name: to_float(value) for name, value in (event.get("metrics") or {}).items()}
+        state.metrics = {name: value for name, value in metrics.items() if value is not None}
+        state.speed.add(event)
+        is_due = state.step >= self._next_line or state.step == state.total
+        if is_due and not self._display.is_live:
+            interval = self.log_every or max(1, (state.total or 1000) // NUM_PLAIN_LINES)
+            self._next_line = (state.step // interval + 1) * interval
+            epoch = _from_one(event.get("epoch"))
+            self._line(f"epoch {epoch}  step {state.step}/{state.total or '?'}  {state.text()}")
+
+    def _monitor(self, event: Event) -> None:
+        memory_of_gpus = [device.get("memory_used") for device in event.get("devices") or ()]
+        known = [memory for memory in memory_of_gpus if memory is not None]
+        self._state.memory_bytes = max(known) if known else (event.get("host") or {}).get("process_memory")
+
+    def _evaluate(self, event: Event) -> None:
+        numbers = {"validation loss": event.get("loss"), **(event.get("metrics") or {})}
+        parts = [f"epoch {_from_one(event.get('epoch'))}", f"step {event.get('step')}"]
+        parts += [
+            f"{name} {number:.4g}"
+            for name, value in numbers.items()
+            if (number := to_float(value)) is not None
+        ]
+        if event.get("best") is True:
+            star = "★" if self._display.encoding.startswith("utf") else "*"
+            parts.append(f"{star} best")
+        self._line("  ".join(parts))
+
+    def _resume(self, event: Event) -> None:
+        for skipped in event.get("skipped") or ():
+            name = PurePath(str(skipped.get("path"))).name
+            self._warning(f"skipped checkpoint {name}: {skipped.get('reason')}")
+        if event.get("weights_only"):
+            self._line(f"started from the weights of {event.get('path')}")
+        # The recovery event says more; a group that grows has one without a failure before it. Without a
+        # path there was no checkpoint: --resume auto has begun a new run.
+        elif not self._is_recovering and event.get("source") != "memory" and event.get("path"):
+            self._warning(f"resumed at step {event.get('step')} from {event.get('path')}")
+
+    def _placement(self, event: Event) -> None:
+        is_unchanged = self._is_recovering and "(as before)" in str(event.get("sentence"))
+        if event.get("sentence") and not is_unchanged:
+            self._line(str(event["sentence"]), style="dim")
+
+    def _expert(self, event: Event) -> None:
+        change = parse_change(event)
+        if change is not None:
+            style = "yellow" if change.kind == "undone" else "dim"
+            self._line(f"step {change.step}  {change_line(change)}", style)
+
+    def _failure(self, event: Event) -> None:
+        if event.get("final"):  # the caller reports the final failure
+            return
+        self._is_recovering = True
+        self._warning(f"{failure_text(event)} ...")
+
+    def _recovery(self, event: Event) -> None:
+        self._is_recovering = False
+        self._warning(recovery_text(event))
+
+    def _compile(self, event: Event) -> None:
+        if event.get("status") == "failed":
+            self._warning(f"compilation failed, continuing without it: {event.get('detail')}")
+        else:
+            self._line(f"compiled in {to_float(event.get('seconds')) or 0.0:.1f} s ({event.get('detail')})")
+
+    def _cuda_graph(self, event: Event) -> None:
+        text = cuda_graph_text(event)
+        if event.get("status") == "failed":
+            self._warning(text)
+        else:
+            self._line(text)
+
+    def _end(self, event: Event) -> None:
+        self.close()
+        # Else the summary of the whole run says how it ended.
+        if str(event.get("reason")).startswith("nothing left to do"):
+            self._line(str(event["reason"]))
+
+    def _warning(self, text: str) -> None:
+        self._line(text, style="yellow")
+
+    def _line(self, text: str, style: str = "") -> None:
+        """Show a line above the bar."""
+        self._display.line(mask(text, self._secrets), style)
+
+    def _panel(self, rows: Sequence[tuple[str, str]], title: str) -> None:
+        from rich.panel import Panel
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, value in rows:
+            label_text = self._display.text(label, style="cyan")
+            table.add_row(label_text, self._display.text(mask(value, self._secrets)))
+        heading = self._display.text(title, style="bold") if title else None
+        self._display.console.print(
+            Panel(table, title=heading, title_align="left", expand=False, border_style="dim")
+        )
+
+    def _plain_banner(self, rows: Sequence[tuple[str, str]], title: str) -> None:
+        if title:
+            self._line(title)
+        width = max((len(label) for label, _ in rows), default=0)
+        for label, value in rows:
+            self._line(f"  {label:<{width}}  {value}")
+
+
+def _make_bar(console: Console, state: _BarState) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    class Bar(Progress):
+        """Fetches its numbers when it is drawn, so that the training thread neither draws nor
+        waits for it."""
+
+        def get_renderables(self) -> Any:
+            for task in self.task_ids:
+                self.update(task, completed=state.step, numbers=state.text())
+            yield from super().get_renderables()
+
+    bar_width = max(5, min(40, console.width - REST_OF_BAR))
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(bar_width, complete_style="cyan", finished_style="green"),
+        TextColumn("{task.fields[numbers]}", markup=False),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+    )
+    bar = Bar(*columns, console=console, refresh_per_second=8)
+    bar.add_task("", total=state.total, completed=state.step, numbers="")
+    return bar
+
+
+def _from_one(epoch: object) -> object:
+    """Return an epoch as people count it: events count from 0, people from 1."""
+    return epoch + 1 if isinstance(epoch, int) else epoch

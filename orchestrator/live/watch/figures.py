@@ -1,0 +1,183 @@
+"""The head of a frame: state of the run, progress, loss, speed, machine and time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.live.watch.glyphs import bar, curve
+from orchestrator.live.watch.lines import LABEL_WIDTH, label_line, line, spread
+from orchestrator.record.experts.placements import measurement
+from orchestrator.record.files.scalars import to_float
+from orchestrator.record.live.state import RunState
+from orchestrator.record.summary.speed import RECENT_STEPS
+from orchestrator.types import PHASES, bytes_text, count_text, counted, seconds_text, speed_text
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+_MAX_CURVE = 60
+_MIN_BAR = 5
+_MAX_BAR = 60
+_PHASE_FACTS = 16  # columns of percent and time
+_MAX_GPUS = 8
+_STYLES = {"running": "cyan", "completed": "green", "failed": "bold red", "recovering": "bold yellow"}
+
+
+def head(state: RunState, name: str, width: int, now: float) -> list[Text]:
+    """Return the name of the run, its status, and its constants."""
+    status = state.status
+    silence = state.silence(now)
+    text = status if silence is None else f"{status}, no event for {seconds_text(silence)}"
+    style = _STYLES.get(status, "yellow") if silence is None else "yellow"
+    lines = [spread((name, "bold"), (text, style), width)]
+    if state.start is not None:
+        lines.append(line((" · ".join(_constants(state, state.start)), "dim")))
+    if state.end is not None:
+        lines.append(line((str(state.end["reason"]), style)))
+    return lines
+
+
+def _constants(state: RunState, start: Mapping[str, Any]) -> Iterator[str]:
+    yield str(start.get("task"))
+    yield str(start.get("strategy")).replace("_", " ")
+    if state.workers is not None:
+        yield counted(state.workers, "worker")
+    yield from (str(start[name]) for name in ("device", "precision") if start.get(name))
+    batch = to_float(start.get("global_batch_size"))
+    if batch is not None:
+        yield f"batch {batch:g}"
+    parameters = to_float(start.get("parameters"))
+    if parameters is not None:
+        yield f"{count_text(parameters)} parameters"
+
+
+def progress(state: RunState, width: int, now: float) -> Text:
+    """Return how far the run is, and the time that it takes."""
+    total = state.total_steps
+    steps = f"step {state.step:,}" if total is None else f"step {state.step:,} of {total:,}"
+    left = state.seconds_left()
+    elapsed = state.elapsed(now)
+    times = [
+        "" if state.epoch is None else f"epoch {state.epoch}",
+        "" if elapsed is None else f"{seconds_text(elapsed)} elapsed",
+        f"{seconds_text(left)} left" if left else "",
+    ]
+    facts = ", ".join([steps, *(text for text in times if text)])
+    share = state.step / total if total else 0.0
+    percent = f"{share:.0%}  " if total else ""
+    bar_width = min(_MAX_BAR, width - LABEL_WIDTH - len(percent) - len(facts) - 1)
+    shown_bar = bar(share, bar_width) + " " if total and bar_width >= _MIN_BAR else ""
+    return label_line("progress", (shown_bar, "cyan"), (percent, "bold"), facts)
+
+
+def losses(state: RunState, width: int) -> Text:
+    """Return the loss of the last step, its curve, and the last validation."""
+    shown = "–" if state.loss is None else f"{state.loss:.4g}"
+    evaluation = state.evaluation
+    validation = ""
+    if evaluation is not None:
+        best = " ★" if evaluation.get("best") is True else ""
+        loss = to_float(evaluation["loss"])
+        validation = f"  validation {loss:.4g} at step {evaluation['step']:,}{best}"
+    num_points = min(_MAX_CURVE, width - LABEL_WIDTH - len(shown) - len(validation) - 2)
+    points = curve(state.losses.means(max(0, num_points)))
+    return label_line("loss", (shown, "bold"), "  ", (points, "cyan"), validation)
+
+
+def speed(state: RunState) -> Text | None:
+    """Return throughput and step time; None before the first step."""
+    measured = state.speed()
+    if measured is None:
+        return None
+    unit = str((state.start or {}).get("unit") or "tokens")
+    rates = [f"{speed_text(measured.samples)} samples/s"]
+    if measured.units != measured.samples:
+        rates.insert(0, f"{speed_text(measured.units)} {unit}/s")
+    basis = f"mean of {measured.num_steps}" if measured.num_steps < RECENT_STEPS else f"last {RECENT_STEPS}"
+    time = f"{seconds_text(measured.mean_step_s)} per step ({basis})"
+    return label_line("speed", (rates[0], "bold"), *(f", {rate}" for rate in rates[1:]), f", {time}")
+
+
+def counts(state: RunState) -> Text | None:
+    """Return the number of failures and of changes of experts; None if there were none."""
+    names = {"failures": "failure", "recoveries": "recovery", "lost_steps": "step repeated"}
+    texts = [
+        f"{state.counts[key]} {name if state.counts[key] == 1 else _plural(name)}"
+        for key, name in names.items()
+        if state.counts[key]
+    ]
+    changes = state.changes.counts()
+    if changes:
+        texts.append("experts " + ", ".join(f"{count} {name}" for name, count in changes.items()))
+    if not texts:
+        return None
+    return label_line("so far", (", ".join(texts), "yellow" if state.counts["failures"] else ""))
+
+
+def _plural(name: str) -> str:
+    return {"recovery": "recoveries", "step repeated": "steps repeated"}.get(name, f"{name}s")
+
+
+def machine(state: RunState, width: int) -> list[Text]:
+    """Return the load of the main worker's node and of its GPUs."""
+    monitor = state.monitor or {}
+    host = monitor.get("host")
+    lines: list[Text] = []
+    if isinstance(host, Mapping):
+        cpu = measurement(host.get("cpu_percent"))
+        texts = [
+            "" if cpu is None else f"CPU {cpu:.0f}%",
+            _of_memory(host, "memory"),
+            _bytes_of(host, "process_memory", "this process "),
+        ]
+        lines.append(label_line("node", ", ".join(text for text in texts if text)))
+    devices = monitor.get("devices")
+    known = [device for device in devices if isinstance(device, Mapping)] if isinstance(devices, list) else []
+    lines += [_gpu(device, width) for device in known[:_MAX_GPUS]]
+    if len(known) > _MAX_GPUS:
+        lines.append(label_line("", (f"{len(known) - _MAX_GPUS} more GPUs", "dim")))
+    return lines
+
+
+def _gpu(device: Mapping[str, Any], width: int) -> Text:
+    used = measurement(device.get("utilization"))
+    power = measurement(device.get("power"))
+    temperature = measurement(device.get("temperature"))
+    texts = [
+        "" if used is None else f"{used:.0f}% busy",
+        _of_memory(device, "memory"),
+        "" if power is None else f"{power:.0f} W",
+        "" if temperature is None else f"{temperature:.0f} °C",
+    ]
+    facts = ", ".join(text for text in texts if text)
+    bar_width = min(_MAX_BAR // 3, width - LABEL_WIDTH - len(facts) - 1)
+    shown_bar = "" if used is None or bar_width < _MIN_BAR else bar(used / 100, bar_width) + " "
+    return label_line(f"gpu {device.get('index')}", (shown_bar, "cyan"), facts)
+
+
+def _of_memory(fields: Mapping[str, Any], name: str) -> str:
+    total = measurement(fields.get(f"{name}_total"))
+    used = _bytes_of(fields, f"{name}_used", f"{name} ")
+    return used if not used or total is None else f"{used} of {bytes_text(total)}"
+
+
+def _bytes_of(fields: Mapping[str, Any], name: str, prefix: str) -> str:
+    value = measurement(fields.get(name))
+    return "" if value is None else f"{prefix}{bytes_text(value)}"
+
+
+def step_phases(state: RunState, width: int) -> list[Text]:
+    """Return the share of each phase in the time of a step, as bars."""
+    phases = state.phases or {}
+    total = measurement(phases.get("total"))
+    if not total:
+        return []
+    seconds = {name: value for name in PHASES if (value := measurement(phases.get(name))) is not None}
+    lines = [label_line("a step", f"{seconds_text(total)} at step {phases['step']:,}")]
+    bar_width = max(_MIN_BAR, min(_MAX_BAR, width - LABEL_WIDTH - _PHASE_FACTS))
+    for name, value in seconds.items():
+        figures = f" {value / total:4.0%}  {seconds_text(value)}"
+        lines.append(label_line(f"  {name}", (bar(value / total, bar_width), "cyan"), figures))
+    return lines
