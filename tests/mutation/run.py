@@ -10,6 +10,7 @@ tests first. A mutant is killed when a test fails or takes too long; it survives
 Survivors are printed with their file, line and diff.
 
 With ``--planted`` the faults of ``planted.yaml`` are run in place of mutants, with the tests named there.
+With ``--tier test`` only tests of ``make test`` run, so that the scores of the two tiers can be compared.
 
 A mutant that no test can kill on a CPU (the program behaves the same, or needs a GPU) is listed in
 ``equivalent.yaml``. It is not run, and not counted in the score: killed / (killed + survived).
@@ -33,6 +34,7 @@ import yaml
 from tests.mutation.mutate import Mutant, mutants
 from tests.mutation.sandbox import (
     LOG,
+    TIERS,
     TestRun,
     copy_repository,
     end_session,
@@ -123,41 +125,42 @@ class Slot:
 def _status(has_ended: bool, wait_status: int) -> str:
     if not has_ended:
         return "timeout"
-    return "survived" if os.waitstatus_to_exitcode(wait_status) == 0 else "killed"
+    # Files without a test of the tier notice nothing.
+    return "survived" if os.waitstatus_to_exitcode(wait_status) in (0, NO_TESTS) else "killed"
 
 
-def run_baseline(folder: Path, target: str, tests: Sequence[str]) -> float:
+def run_baseline(folder: Path, target: str, tests: Sequence[str], tier: str) -> float:
     """Run the tests of an unchanged module. Returns their seconds; raises where they do not pass."""
     begun = time.monotonic()
-    pid = fork_tests(folder, TestRun(tuple(tests), is_baseline=True))
+    pid = fork_tests(folder, TestRun(tuple(tests), tier, is_baseline=True))
     _, wait_status = os.waitpid(pid, 0)
     end_session(pid)
     code = os.waitstatus_to_exitcode(wait_status)
-    if code == NO_TESTS:
+    if code == NO_TESTS and tier == "all":
         raise SystemExit(f"{target}: {', '.join(tests)} hold no test that runs without Ray or a GPU")
-    if code != 0:
+    if code not in (0, NO_TESTS):
         output = (folder / LOG).read_text(errors="replace")
         raise SystemExit(f"{target}: its tests fail without any change\n{output}")
     return time.monotonic() - begun
 
 
-def plan_jobs(chosen: Sequence[Chosen], folder: Path) -> Iterator[Job]:
+def plan_jobs(chosen: Sequence[Chosen], folder: Path, tier: str) -> Iterator[Job]:
     """Measure the tests of mutants once, and derive their limits."""
     measured: dict[tuple[str, ...], tuple[TestRun, float]] = {}
     for each in chosen:
         if not each.tests:
             raise SystemExit(f"{each.target} has no tests: name them in tests/mutation/targets.py")
         if each.tests not in measured:
-            measured[each.tests] = _measure(each.target, each.tests, folder)
+            measured[each.tests] = _measure(each.target, each.tests, folder, tier)
         tests, limit_s = measured[each.tests]
         yield Job(each.target, read_module(each.target), each.mutant, tests, limit_s)
 
 
-def _measure(target: str, tests: Sequence[str], folder: Path) -> tuple[TestRun, float]:
-    seconds = run_baseline(folder, target, tests)
+def _measure(target: str, tests: Sequence[str], folder: Path, tier: str) -> tuple[TestRun, float]:
+    seconds = run_baseline(folder, target, tests, tier)
     say(f"{target}: tests pass unchanged in {seconds:.1f} s ({', '.join(tests)})")
     test_limit_s = max(LEAST_TEST_S, TEST_FACTOR * slowest(read_durations(folder), tests))
-    return TestRun(tuple(tests), test_limit_s), max(LEAST_RUN_S, RUN_FACTOR * seconds)
+    return TestRun(tuple(tests), tier, test_limit_s), max(LEAST_RUN_S, RUN_FACTOR * seconds)
 
 
 def run_all(jobs: Sequence[Job], slots: Sequence[Slot]) -> Iterator[Outcome]:
@@ -280,6 +283,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants tested at a time")
     parser.add_argument("--no-preload", action="store_true", help="for modules whose tests need no torch")
     parser.add_argument("--planted", action="store_true", help="the faults of planted.yaml, not mutants")
+    parser.add_argument(
+        "--tier", choices=list(TIERS), default="all", help="tests of make test alone, or of make test-all"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument(
         "--fail-under", type=float, default=0.0, metavar="PERCENT", help="exit 1 below this score"
@@ -306,7 +312,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as parent:
         first = Path(parent) / "0"
         copy_repository(ROOT, first)
-        jobs = list(plan_jobs(chosen, first))
+        jobs = list(plan_jobs(chosen, first, options.tier))
         for outcome in run_all(jobs, make_slots(first, options.jobs)):
             outcomes.append(outcome)
             where = f"{outcome.job.target}:{outcome.job.mutant.line}"

@@ -36,7 +36,11 @@ PRELOAD = (
     "_pytest.assertion.rewrite",
 )
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=")
-MARKERS = "not slow and not gpu and not ray"
+TIERS = {
+    "all": "not slow and not gpu and not ray",
+    "test": "not slow and not gpu and not ray and not extended",
+}
+"""The tests of ``make test-all`` and of ``make test``, as far as they need neither Ray nor a GPU."""
 DURATIONS = "durations.json"
 LOG = "mutation.log"
 
@@ -48,6 +52,8 @@ class TestRun:
     __test__ = False  # pytest would collect it
 
     tests: tuple[str, ...]
+    tier: str = "all"
+    """A name of ``TIERS``."""
     test_limit_s: float | None = None
     is_baseline: bool = False
     """Record the durations of the tests, and write bytecode. Other runs begin with the fastest tests."""
@@ -96,7 +102,7 @@ def fork_tests(folder: Path, run: TestRun) -> int:  # pyrefly: ignore[bad-return
 
         limit = [f"--timeout={run.test_limit_s:g}"] if run.test_limit_s else []
         plugin = _Durations(folder / DURATIONS, run.is_baseline)
-        code = int(pytest.main([*PYTEST, *limit, "-m", MARKERS, *run.tests], plugins=[plugin]))
+        code = int(pytest.main([*PYTEST, *limit, "-m", TIERS[run.tier], *run.tests], plugins=[plugin]))
     finally:
         # without the exit handlers of the parent, which would remove its temporary folders
         sys.stdout.flush()
