@@ -38,6 +38,14 @@ def test_a_saved_checkpoint_is_loaded_again(store: CheckpointStore) -> None:
     assert loaded.state == small_contents(30).state
 
 
+def test_a_step_that_is_saved_again_takes_the_place_of_the_older(store: CheckpointStore) -> None:
+    save_checkpoint(store, 30, small_contents(31))
+    assert {path.name for path in store.folder.iterdir()} == {f"step_{step:08d}" for step in (10, 20, 30)}
+    newest, _ = store.newest_good()
+    assert newest is not None
+    assert newest[1].state == small_contents(31).state
+
+
 def test_retention_keeps_the_newest_and_the_best(store: CheckpointStore) -> None:
     save_checkpoint(store, 40, small_contents(40))
     save_checkpoint(store, 50, small_contents(50))

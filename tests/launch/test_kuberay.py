@@ -95,6 +95,7 @@ def test_pods_accept_connections_of_their_own_cluster_and_to_the_dashboard_alone
     [
         (("--epochs", "3", "--metrics-port", "9400", "--metrics-address", "0.0.0.0"), [8265, 9400]),
         (("--metrics-port=9400",), [8265, 9400]),
+        (("--metrics-port", "9400", "--metrics-port=9500"), [8265, 9500]),
         (("--metrics-port", "0"), [8265]),
     ],
 )

@@ -72,6 +72,14 @@ def test_a_folder_in_use_is_kept(root: Path) -> None:
     leave("a", "f")
 
 
+def test_a_folder_that_another_process_has_written_is_kept_while_it_is_used(root: Path) -> None:
+    use("a")
+    leave("a")
+    use("a", "b", "c", "d", "e")
+    assert "a" in folders(root)
+    leave("a", "b", "c", "d", "e")
+
+
 def test_remains_of_a_killed_writer_go_first(root: Path) -> None:
     def killed(folder: Path) -> None:
         thousand_bytes(folder)

@@ -190,3 +190,11 @@ def test_bad_weights_are_refused(weights: Any, message: str) -> None:
 def test_an_entry_that_is_there_twice_is_refused() -> None:
     with pytest.raises(UserError, match="data has 'a' twice"):
         Config.of(task="lm", data=("a", "a"), data_weights=(1, 2))
+
+
+def test_another_seed_takes_other_samples() -> None:
+    """Of a data set of which an epoch takes a part: the seed chooses it."""
+    data = mixture([40, 40], [0.2, 0.8])
+    by_seed = [sorted(data.epoch_samples(seed, 0).tolist()) for seed in (0, 1, 1)]
+    assert by_seed[0] != by_seed[1]
+    assert by_seed[1] == by_seed[2]

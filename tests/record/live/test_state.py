@@ -126,6 +126,13 @@ def test_a_failure_means_recovering_until_the_next_step() -> None:
     assert state_after(events[: index + 2]).status == "running"
 
 
+def test_a_run_that_is_resumed_is_running_again() -> None:
+    events = run_events(FakeRun(ends="stopped"))
+    assert state_after(events).status == "stopped"
+    start = next(event for event in events if event["event"] == "start")
+    assert state_after([*events, start]).status == "running"
+
+
 def test_the_time_left_is_the_steps_to_come_at_the_recent_speed() -> None:
     events = run_events(FakeRun(ends="killed"))
     half = [event for event in events if event.get("step", 0) <= 60]

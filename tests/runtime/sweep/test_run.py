@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from orchestrator.config.space_parser import parse_space, points_space
 from orchestrator.config.sweep import Sweep
 from orchestrator.errors import UserError
 from orchestrator.record.files.ledger import LEDGER, Ledger, TrialRow, holds_sweep, read_sweep_record
-from orchestrator.runtime.sweep.run import make_source, trial_error
+from orchestrator.runtime.sweep import run as run_module
+from orchestrator.runtime.sweep.run import SweepRun, make_source, trial_error
+from orchestrator.runtime.sweep.trial_worker import TrialSetup
 from orchestrator.trainer import Trainer
 from tests.support.hosts.cluster import RayCluster
 from tests.support.runs.cli_runs import complete, finish_run, living_actors, read_summary
@@ -238,3 +241,27 @@ def test_given_points_keep_their_order_and_a_grid_is_sorted_by_workers() -> None
     assert order(points_space(points, "points.yaml")) == points
     grid = order(parse_space(["workers=2,9,1", "batch-size=8,16"]))
     assert [point["workers"] for point in grid] == [9, 9, 1, 1, 2, 2]
+
+
+def test_settings_of_a_sweep_reach_its_trials() -> None:
+    devices: Any = SimpleNamespace(inventory=None, cluster=None, on_gpu=False, cores=5)
+    nothing: Any = None
+    prepared = Trainer(config=Config()).prepare()
+    space = parse_space(["batch-size=8,16"])
+
+    def setup_of(sweep: Sweep) -> TrialSetup:
+        return SweepRun(sweep, prepared, devices, nothing, (), nothing, lambda: False)._setup()
+
+    by_time = setup_of(Sweep(space, trial_seconds=3.0))
+    assert (by_time.seconds, by_time.steps, by_time.slices, by_time.cores) == (3.0, None, 1, 5)
+    by_loss = setup_of(Sweep(space, objective="validation_loss", trial_steps=7, asha=True))
+    assert (by_loss.objective, by_loss.steps, by_loss.slices) == ("validation_loss", 7, 8)
+
+
+def test_a_search_draws_by_the_seed_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(run_module, "OptunaSource", lambda _, seed, __: seeds.append(seed))
+    plan = Trainer(config=Config()).prepare().plan
+    sweep = Sweep(parse_space(["batch-size=8,16"]), search="optuna", trials=2)
+    make_source(sweep, Config.of(seed=5), plan, (), lambda _: 1)
+    assert seeds == [5]

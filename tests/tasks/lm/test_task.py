@@ -167,6 +167,11 @@ def test_a_share_of_the_documents_is_held_out(config: Config, share: float | Non
     assert (task.train_data().counts.documents, count) == (60 - held_out, held_out)
 
 
+def test_nothing_is_held_out_beside_documents_for_validation(config: Config) -> None:
+    task: Any = LanguageModel(config.but(validation_data=config.data.data))
+    assert task.train_data().counts.documents == task.validation_data().counts.documents == 60
+
+
 def test_a_chat_template_of_a_file_is_used_and_kept(config: Config, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text(

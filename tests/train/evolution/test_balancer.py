@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from experts.kernels.adapters import Adapters
 from experts.layer import MoELayer
-from experts.placement.placement import HostFacts
+from experts.placement.placement import ExpertCost, HostFacts
 from experts.rebalance.costs import Cluster, LayerCosts
-from experts.structure import LayerStructure
+from experts.structure import Change, LayerStructure
 from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.train.evolution import balancer as balancer_module
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
 
 EVEN = [100, 100, 100, 100]
@@ -63,6 +66,17 @@ def test_experts_move_only_where_the_rest_of_the_run_wins_their_costs() -> None:
     assert "for about 100 steps" in moved(100)[0]
     assert "for about 500 steps" in moved(math.inf)[0], "the longest that a load is trusted to last"
     assert moved(1) == moved(0) == []
+
+
+def test_a_newborn_expert_costs_what_its_own_layer_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[ExpertCost] = []
+    monkeypatch.setattr(balancer_module, "cheapest_host", lambda _, __, newborn, *___: given.append(newborn))
+    layers = [LayerStructure.initial(name, [8] * 4, [0, 0, 1, 1]) for name in ("first", "second")]
+    costs = [LayerCosts(row_flops=flops, state_bytes=flops, gradient_bytes=flops) for flops in (48.0, 96.0)]
+    balancer = HostBalancer(costs, Cluster((HostFacts(1e10), HostFacts(1e10)), 1e9))
+    birth = Change("born", 1, (4,), "a test", parents=(2,), size=8)
+    assert balancer.newborn_host(layers, birth, EvolutionState()) == 1, "the host of its parent"
+    assert given == [costs[1].expert(8, 1.0)]
 
 
 def test_an_expert_has_three_matrices_with_the_state_of_their_optimizer() -> None:
