@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_origin, get_type_hints
 
 from orchestrator.config.checks import Switch
 from orchestrator.config.flag_errors import FlagGrammar, one_line_errors
-from orchestrator.config.nearest import nearest
+from orchestrator.config.names.nearest import nearest
 from orchestrator.config.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names, foreign_name_advice, setting_types
 from orchestrator.errors import UserError

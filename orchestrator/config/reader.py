@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.config.nearest import nearest
+from orchestrator.config.names.nearest import nearest
 from orchestrator.config.safe_yaml import MAX_CHARACTERS, compose
 from orchestrator.config.settings import (
     Config,

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from orchestrator.config.alias_table import ALIASES
-from orchestrator.config.aliases import Form, SettingNames
 from orchestrator.config.checks import Switch, at_least, possible_path, within
 from orchestrator.config.cross_checks import (
     check_batch_product,
@@ -29,7 +27,8 @@ from orchestrator.config.data import BatchSettings, DataSettings
 from orchestrator.config.evolution import EvolutionSettings
 from orchestrator.config.metric import split_metric
 from orchestrator.config.model import ModelSettings, MoeSettings
-from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.names.aliases import Form, SettingNames, aliases
+from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.optim import OptimSettings
 from orchestrator.config.outputs import CheckpointSettings, WatchSettings
 from orchestrator.config.parallel import ParallelSettings
@@ -268,7 +267,7 @@ def setting_types() -> Mapping[str, Any]:
 
 def foreign_name_advice(name: str, value: Any, form: Form) -> str | None:
     """Return the answer to a name of another trainer; None if it is not known."""
-    alias = ALIASES.get(name.replace("-", "_").lower())
+    alias = aliases().get(name.replace("-", "_").lower())
     names = SettingNames(flat_names(), setting_types())
     return alias.advice(as_flag_text(value), form, names) if alias else None
 

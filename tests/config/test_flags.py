@@ -14,8 +14,8 @@ from orchestrator.cli.init import InitOptions
 from orchestrator.cli.plan import PlanOptions
 from orchestrator.cli.report import ReportOptions
 from orchestrator.cli.watch import WatchOptions
-from orchestrator.config.alias_table import ALIASES
 from orchestrator.config.flags import check_flags, read_flags, read_options
+from orchestrator.config.names.aliases import aliases
 from orchestrator.config.settings import Config, flat_names, section_types
 from orchestrator.errors import UserError
 from tests.config.helpers import TYPOS, flag_refusal, read_argv
@@ -78,7 +78,7 @@ def mutations(name: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", flat_names())
 def test_every_slip_of_one_letter_is_answered_with_the_setting(name: str):
-    for wrong in set(mutations(name)) - {name, *flat_names(), *section_types(), *ALIASES}:
+    for wrong in set(mutations(name)) - {name, *flat_names(), *section_types(), *aliases()}:
         with pytest.raises(UserError, match=rf"\(did you mean --{name.replace('_', '-')}\?\)"):
             check_flags([f"--{wrong}"], ())
 

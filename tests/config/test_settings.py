@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.optim import OptimSettings
 from orchestrator.config.reference import setting_texts
 from orchestrator.config.settings import Config, flat_names, section_types, setting_types

@@ -1,13 +1,15 @@
 """Answers to the names that other trainers and older documents use for our settings: our name and value.
 
 No alias is accepted. A reader who knows Accelerate, DeepSpeed or Megatron learns our word
-instead. The names are in ``alias_table``.
+instead. The names are in ``foreign_names.yaml``, which describes its own form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,6 +23,11 @@ Form = Literal["flag", "yaml", "python"]
 
 LEAVE_OUT = "leave it out"
 ANY_VALUE = "…"
+
+_EVERY_WAY_TO_SAY = {
+    "any yes": ("", "true", "yes", "on", "1"),
+    "any no": ("false", "no", "off", "0", "none"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Alias:
     other: str | None = None
     """Our value for all foreign values that are not listed; None keeps them."""
     note: str = ""
+    """Words that follow the answer, or that are the answer if there is no setting."""
     by_value: Mapping[str, Alias] = field(default_factory=dict)
     """Aliases for values, in lower case, that belong to another setting of ours."""
     with_settings: Mapping[str, str] = field(default_factory=dict)
@@ -102,3 +110,57 @@ def _accepted_value(name: str, value: str | None, names: SettingNames) -> str:
         return ANY_VALUE if value is None else value
     except UserError:
         return "true" if hint is bool else "|".join(choices(hint)) or ANY_VALUE
+
+
+# --- the names
+
+
+@cache
+def aliases() -> Mapping[str, Alias]:
+    """Return the alias of every foreign name, in lower case with underscores."""
+    text = files("orchestrator.config.names").joinpath("foreign_names.yaml").read_text(encoding="utf-8")
+    # The base loader keeps every value as the text that it is: "on", "16" and "1e-4" are words here.
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)(text)
+    found: dict[str, Alias] = {}
+    for entry in loader.get_single_data()["names"]:
+        alias = read_alias({key: value for key, value in entry.items() if key != "names"})
+        for name in entry["names"].split():
+            if name in found:
+                raise ValueError(f"foreign_names.yaml has {name} twice")
+            found[name] = alias
+    return found
+
+
+def read_alias(entry: Mapping[str, Any]) -> Alias:
+    """Return the alias of an entry of the file. Raise ValueError for fields that no entry has."""
+    unknown = entry.keys() - {"setting", "values", "other", "note", "by_value", "with"}
+    if unknown:
+        raise ValueError(f"foreign_names.yaml has an entry with the unknown fields {sorted(unknown)}")
+    by_value: dict[str, Alias] = {}
+    for other in entry.get("by_value", ()):
+        alias = read_alias(other)
+        by_value |= dict.fromkeys(alias.values, alias)
+    return Alias(
+        name=entry.get("setting"),
+        values=dict(_values(entry.get("values", {}))),
+        other=entry.get("other"),
+        note=entry.get("note", ""),
+        by_value=by_value,
+        with_settings=entry.get("with", {}),
+    )
+
+
+def _values(listed: Any) -> Iterator[tuple[str, str]]:
+    """Yield foreign values with ours, from a mapping, or a list of mappings and words; words are kept."""
+    if isinstance(listed, str):
+        yield listed, listed
+    elif isinstance(listed, list):
+        for part in listed:
+            yield from _values(part)
+    else:
+        for foreign, ours in listed.items():
+            first, dots, last = foreign.partition("..")
+            if dots:
+                yield from ((str(number), ours) for number in range(int(first), int(last) + 1))
+            else:
+                yield from ((word, ours) for word in _EVERY_WAY_TO_SAY.get(foreign, (foreign,)))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.alias_table import ONE_PROCESS
 from orchestrator.config.flags import check_flags
 from orchestrator.config.reader import read_file
 from orchestrator.config.settings import Config, foreign_name_advice
@@ -126,8 +125,9 @@ def test_lengths_and_intervals_of_other_trainers_are_answered(name: str, value: 
     [("training_mode", "data_parallel"), ("strategy", "dp"), ("enable_data_parallel", "true")],
 )
 def test_nn_data_parallel_is_answered_with_one_process_per_gpu(name: str, value: str):
+    one_process = "one process per GPU; torch's nn.DataParallel, one process for all, is left out on purpose"
     assert (
-        foreign_name_advice(name, value, "flag") == f"write --parallel-strategy data_parallel ({ONE_PROCESS})"
+        foreign_name_advice(name, value, "flag") == f"write --parallel-strategy data_parallel ({one_process})"
     )
 
 

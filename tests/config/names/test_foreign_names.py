@@ -1,18 +1,17 @@
-"""Tests of the table of aliases: every answer names a setting that exists and a value that it takes."""
+"""Tests of the file of foreign names: every answer names a setting that exists and a value that it takes."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from orchestrator.cli.train import TrainOptions
-from orchestrator.config.alias_table import ALIASES
-from orchestrator.config.aliases import Alias, Form
 from orchestrator.config.flags import read_flags
+from orchestrator.config.names.aliases import Alias, Form, aliases, read_alias
 from orchestrator.config.reader import read_file
 from orchestrator.config.settings import flat_names, foreign_name_advice
 from orchestrator.errors import UserError
@@ -37,9 +36,24 @@ VALUES = (
 """Values that people give to foreign names."""
 
 
+@pytest.mark.parametrize(
+    "entry", [{"seting": "epochs"}, {"setting": "epochs", "by_value": [{"values": ["x"], "nota": "y"}]}]
+)
+def test_a_misspelt_field_of_an_entry_is_found(entry: dict[str, Any]):
+    with pytest.raises(ValueError, match="unknown fields"):
+        read_alias(entry)
+
+
+def test_an_entry_stands_for_every_way_to_say_yes_and_for_ranges_of_numbers():
+    values = read_alias({"setting": "lora", "values": [{"any yes": "on", "2..4": "…"}, ["as it is"]]}).values
+    assert values == dict.fromkeys(("", "true", "yes", "on", "1"), "on") | dict.fromkeys("234", "…") | {
+        "as it is": "as it is"
+    }
+
+
 def all_aliases() -> list[tuple[str, Alias]]:
     """Return every foreign name with its alias, and with the aliases of single values."""
-    by_name = [(name, alias) for name, alias in ALIASES.items()]
+    by_name = list(aliases().items())
     return by_name + [(name, other) for name, alias in by_name for other in alias.by_value.values()]
 
 
@@ -51,7 +65,10 @@ def test_every_alias_names_a_setting_of_ours():
 
 def test_values_of_other_settings_are_listed_in_lower_case():
     wrong = [
-        (name, value) for name, alias in ALIASES.items() for value in alias.by_value if value != value.lower()
+        (name, value)
+        for name, alias in aliases().items()
+        for value in alias.by_value
+        if value != value.lower()
     ]
     assert wrong == []
 
@@ -59,7 +76,7 @@ def test_values_of_other_settings_are_listed_in_lower_case():
 def test_no_answer_says_that_there_is_one_device():
     answers = [
         foreign_name_advice(name, value, form) or ""
-        for name in ALIASES
+        for name in aliases()
         for value in VALUES
         for form in get_args(Form)
     ]
@@ -67,22 +84,22 @@ def test_no_answer_says_that_there_is_one_device():
 
 
 def test_no_alias_is_a_setting_of_ours():
-    assert ALIASES.keys().isdisjoint(flat_names())
+    assert aliases().keys().isdisjoint(flat_names())
 
 
 def test_aliases_are_listed_in_the_form_of_the_lookup():
-    assert [name for name in ALIASES if name != name.lower().replace("-", "_")] == []
+    assert [name for name in aliases() if name != name.lower().replace("-", "_")] == []
 
 
 def test_an_alias_without_a_setting_says_what_to_do():
     assert [
-        name for name, alias in ALIASES.items() if alias.name is None and "leave it out" not in alias.note
+        name for name, alias in aliases().items() if alias.name is None and "leave it out" not in alias.note
     ] == []
 
 
 def advised(form: Form) -> list[str]:
     """Return every distinct answer to the values above, without its note."""
-    answers = {foreign_name_advice(name, value, form) or "" for name in ALIASES for value in VALUES}
+    answers = {foreign_name_advice(name, value, form) or "" for name in aliases() for value in VALUES}
     written = {
         re.sub(r" \(.*\)$", "", text.removeprefix("write ")) for text in answers if text.startswith("write ")
     }

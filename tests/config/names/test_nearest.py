@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.config.nearest import did_you_mean, nearest, slips
+from orchestrator.config.names.nearest import did_you_mean, nearest, slips
 from orchestrator.config.settings import flat_names, section_types
 
 
