@@ -1,21 +1,20 @@
 """Reads the flags of a verb, laid over the file that ``--config`` names.
 
-Unknown flags are refused before the parser sees them, so that the answer can name the nearest
-known flag, or our name for a flag of another trainer.
+Unknown flags are refused before values are read, all at once: the answer names the nearest known
+flag, or our name for a flag of another trainer.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_origin
 
 from orchestrator.config.checks import Switch
-from orchestrator.config.flag_errors import FlagGrammar, one_line_errors
+from orchestrator.config.flag_values import FlagGrammar, changed_config
 from orchestrator.config.names.nearest import nearest
 from orchestrator.config.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names, foreign_name_advice, setting_types
@@ -29,6 +28,7 @@ Positional = str | Sequence[str] | None
 """Options that may be given without their flags."""
 
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d.*")
+_HELP = frozenset(("--help", "-h"))
 _TRUTH_VALUES = frozenset(("true", "false", "yes", "no", "on", "off", "0", "1"))
 
 
@@ -40,29 +40,22 @@ def read_flags(
     ``options`` is a dataclass with a field ``settings: Config``, whose settings become flags
     without a prefix. ``positional`` names the option that may be given without its flag.
     """
-    import tyro
-
-    own_types = get_type_hints(options)
-    argv = _with_positional(argv, positional, {**setting_types(), **own_types})
-    names = {field.name for field in fields(options)}
-    check_flags(argv, names - {"settings"})
-    path = _config_path(argv)
+    grammar = FlagGrammar(prog, options)
+    arguments = _with_positional(argv, positional, grammar.types)
+    check_flags(arguments, grammar.own_types)
+    path = _config_path(arguments)
     base = read_file(path) if path else Resolved(Config(), {})
-    arguments = list(_normalised(argv))
-    with one_line_errors(FlagGrammar(prog, options, base.config), arguments):
-        result = tyro.cli(
-            options,
-            args=arguments,
-            default=options(settings=base.config),  # pyrefly: ignore[unexpected-keyword]
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
-            prog=_usage(prog, positional, own_types),
-        )
-    config: Config = result.settings  # pyrefly: ignore[missing-attribute]
-    flags = {_setting_of(token): token.partition("=")[0] for token in argv if token.startswith("--")}
-    origins = {name: f"flag {flag}" for name, flag in flags.items() if name in flat_names()}
+    if not _HELP.isdisjoint(arguments):
+        _show_help(grammar, positional, base.config)
+    given = grammar.values(arguments)
+    settings = {name: value for name, value in given.items() if name in flat_names()}
+    config = changed_config(base.config, settings)
+    flags = {_setting_of(token): token.partition("=")[0] for token in arguments if token.startswith("--")}
+    origins = {name: f"flag {flag}" for name, flag in flags.items() if name in settings}
     resolved = Resolved(config, {**base.origins, **origins})
     _check_cluster(resolved)
-    return result, resolved
+    own = {name: value for name, value in given.items() if name not in settings}
+    return options(settings=config, **own), resolved  # pyrefly: ignore[unexpected-keyword]
 
 
 def read_options(
@@ -72,18 +65,34 @@ def read_options(
 
     ``positional`` names the options that may be given without their flags.
     """
-    import tyro
-
-    types = get_type_hints(options)
-    arguments = _with_positional(argv, positional, types)
-    known = {field.name for field in fields(options)}
+    grammar = FlagGrammar(prog, options)
+    arguments = _with_positional(argv, positional, grammar.types)
+    known = grammar.own_types
     for token in arguments:
         name = token[2:].partition("=")[0].replace("-", "_")
         if token.startswith("--") and {name, name.removeprefix("no_")}.isdisjoint({*known, "help"}):
             flag = token.partition("=")[0]
             raise UserError(f"unknown flag {flag}{_nearest_flag(name, known)}; see {prog} --help")
-    with one_line_errors(FlagGrammar(prog, options, None), arguments):
-        return tyro.cli(options, args=arguments, prog=_usage(prog, positional, types))
+    if not _HELP.isdisjoint(arguments):
+        _show_help(grammar, positional, None)
+    return options(**grammar.values(arguments))
+
+
+def _show_help(grammar: FlagGrammar, positional: Positional, base: Config | None) -> NoReturn:
+    """Print every flag of a verb with its meaning and its default, then exit.
+
+    tyro makes the help from the dataclasses. It reads no values: importing it and building its parser
+    takes longer than the rest of the start."""
+    import tyro
+
+    tyro.cli(
+        grammar.options,
+        args=["--help"],
+        default=None if base is None else grammar.options(settings=base),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff) if base else (),
+        prog=_usage(grammar.prog, positional, grammar.types),
+    )
+    raise AssertionError("--help ends the program")
 
 
 def _usage(prog: str, positional: Positional, types: Mapping[str, Any]) -> str:
@@ -148,8 +157,7 @@ def check_flags(argv: Sequence[str], own_flags: Iterable[str]) -> None:
 
 
 def _check_switch(token: str, name: str, value: str) -> None:
-    """Raise UserError for ``--profile true`` and ``--no-compile 1``: the parser's own message
-    would not say what to write."""
+    """Raise UserError for ``--profile true`` and ``--no-compile 1``, which says what to write instead."""
     setting = _setting_of(token)
     hint = setting_types().get(setting)
     negated = hint == Switch and name.replace("-", "_") != setting
@@ -172,32 +180,6 @@ def _check_cluster(resolved: Resolved) -> None:
             f"a run shows your token to the cluster that it joins: give --ray-address {address} if you "
             "know it"
         )
-
-
-def _normalised(argv: Sequence[str]) -> Iterator[str]:
-    """Yield the flags in the forms that the parser knows.
-
-    A list (``--devices 0,2``, ``--devices=0,2``) becomes ``--devices 0 2``. A switch that the
-    plan may decide becomes ``--compile on`` from ``--compile``, and ``--compile off`` from
-    ``--no-compile``.
-    """
-    in_list = False
-    for token, following in pairwise([*argv, "--"]):
-        if not token.startswith("--"):
-            yield from token.split(",") if in_list else [token]
-            continue
-        flag, equals, value = token.partition("=")
-        setting = _setting_of(token)
-        hint = setting_types().get(setting)
-        if hint == Switch and not equals:
-            negated = setting != flag[2:].replace("-", "_")
-            yield f"--{setting.replace('_', '-')}"
-            if negated or following.startswith("--"):
-                yield "off" if negated else "on"
-            in_list = False
-            continue
-        in_list = get_origin(hint) is tuple
-        yield from [flag, *value.split(",")] if in_list and equals else [token]
 
 
 def _nearest_flag(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Tests of refused flags: one line, in the words of files and of Python, without the parser's box."""
+"""Tests of the values of flags: a wrong one is refused in one line, in the words of files and of Python."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ REFUSED = {
     ("--compile", "maybe"): "--compile is 'maybe'; 'auto' or 'on' or 'off' was needed",
     ("--devices", "0,b"): "--devices is ['0', 'b']; a list of whole numbers was needed",
     ("--debug", "7"): "unexpected '7' after --debug",
+    ("--compile", "on", "off"): "unexpected 'off' after --compile on",
     ("--no-epochs",): "unknown flag --no-epochs: epochs is no switch; see orchestrator train --help",
     ("extra",): "unexpected 'extra'; see orchestrator train --help",
     ("--experts", "4", "--top-k", "9"): "--top-k is 9 but there are only 4 experts; "
