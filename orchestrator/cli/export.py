@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Literal
 
-from orchestrator.config.flags import read_options
+from orchestrator.config.reading.flags import read_options
 from orchestrator.errors import UserError
 from orchestrator.types import bytes_text
 

@@ -99,7 +99,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path, verb: str):
 def test_flags_are_read_without_the_library_that_makes_the_help(tmp_path: Path):
     code = (
         "import sys; from orchestrator.cli.train import TrainOptions; "
-        "from orchestrator.config.flags import read_flags; "
+        "from orchestrator.config.reading.flags import read_flags; "
         "read_flags(TrainOptions, ['--epochs', '3', '--compile'], 'x'); print('tyro' in sys.modules)"
     )
     command = [sys.executable, "-c", code]

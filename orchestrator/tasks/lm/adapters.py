@@ -10,7 +10,7 @@ from torch import nn
 from experts.token_dropout import token_dropouts
 from experts.transformers.files.fingerprint import fingerprint
 from experts.transformers.lora.adapters import LoraOptions, add_lora
-from orchestrator.config.model import ModelSettings
+from orchestrator.config.sections.model import ModelSettings
 from orchestrator.errors import UserError
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from orchestrator.config.model import ModelSettings
+from orchestrator.config.sections.model import ModelSettings
 from orchestrator.config.settings import Config
 from orchestrator.data.documents.opening import open_divided, open_documents, open_mixture
 from orchestrator.data.documents.options import DocumentOptions

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.reader import read_file
+from orchestrator.config.reading.reader import read_file
 from orchestrator.config.settings import flat_names, foreign_name_advice
 from orchestrator.errors import UserError
 

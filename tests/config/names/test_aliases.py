@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.flags import check_flags
-from orchestrator.config.reader import read_file
+from orchestrator.config.reading.flags import check_flags
+from orchestrator.config.reading.reader import read_file
 from orchestrator.config.settings import Config, foreign_name_advice
 from orchestrator.errors import UserError
 

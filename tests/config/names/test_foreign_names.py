@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 
 from orchestrator.cli.train import TrainOptions
-from orchestrator.config.flags import read_flags
 from orchestrator.config.names.aliases import Alias, Form, aliases, read_alias
-from orchestrator.config.reader import read_file
+from orchestrator.config.reading.flags import read_flags
+from orchestrator.config.reading.reader import read_file
 from orchestrator.config.settings import flat_names, foreign_name_advice
 from orchestrator.errors import UserError
 

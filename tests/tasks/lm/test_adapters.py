@@ -11,7 +11,7 @@ import torch
 from experts.bank import ExpertBank
 from experts.transformers.files.fingerprint import fingerprint
 from experts.transformers.lora.adapters import LoraOptions
-from orchestrator.config.model import ModelSettings
+from orchestrator.config.sections.model import ModelSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.measure.tracing.model_facts import model_facts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from orchestrator.config.checks import at_least, within
+from orchestrator.config.sections.checks import at_least, within
 
 TrainOn = Literal["assistant", "all"]
 

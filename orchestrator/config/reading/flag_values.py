@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
-from orchestrator.config.checks import Switch
+from orchestrator.config.sections.checks import Switch
 from orchestrator.config.settings import Config, flat_names, setting_types
 from orchestrator.config.values import as_declared, type_text
 from orchestrator.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.config.checks import at_least, positive
+from orchestrator.config.sections.checks import at_least, positive
 
 Optimizer = Literal["adamw", "adamw8bit", "sgd", "muon"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]

@@ -14,8 +14,8 @@ from orchestrator.cli.init import InitOptions
 from orchestrator.cli.plan import PlanOptions
 from orchestrator.cli.report import ReportOptions
 from orchestrator.cli.watch import WatchOptions
-from orchestrator.config.flags import check_flags, read_flags, read_options
 from orchestrator.config.names.aliases import aliases
+from orchestrator.config.reading.flags import check_flags, read_flags, read_options
 from orchestrator.config.settings import Config, flat_names, section_types
 from orchestrator.errors import UserError
 from tests.config.helpers import TYPOS, flag_refusal, read_argv

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from orchestrator.config.checks import at_least, within
+from orchestrator.config.sections.checks import at_least, within
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Plots = Literal["end", "off"]

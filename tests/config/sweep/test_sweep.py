@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.config.space import point_key
-from orchestrator.config.space_parser import parse_space, points_space
-from orchestrator.config.sweep import Sweep, config_from_ledger, requested_workers
+from orchestrator.config.sweep.space import point_key
+from orchestrator.config.sweep.space_parser import parse_space, points_space
+from orchestrator.config.sweep.sweep import Sweep, config_from_ledger, requested_workers
 from orchestrator.config.writer import changed_settings
 from orchestrator.errors import UserError
 

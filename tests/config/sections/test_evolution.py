@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experts.evolution.rules import EvolutionRules, preset_rules
-from orchestrator.config.evolution import EvolutionSettings
+from orchestrator.config.sections.evolution import EvolutionSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from tests.config.helpers import read_argv, read_text

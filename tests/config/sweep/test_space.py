@@ -6,8 +6,8 @@ from itertools import islice
 
 import pytest
 
-from orchestrator.config.space import MAX_POINTS, point_flags, point_key
-from orchestrator.config.space_parser import parse_space
+from orchestrator.config.sweep.space import MAX_POINTS, point_flags, point_key
+from orchestrator.config.sweep.space_parser import parse_space
 from orchestrator.errors import UserError
 
 

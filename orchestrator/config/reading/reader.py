@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from orchestrator.config.names.nearest import nearest
-from orchestrator.config.safe_yaml import MAX_CHARACTERS, compose
+from orchestrator.config.reading.safe_yaml import MAX_CHARACTERS, compose
 from orchestrator.config.settings import (
     Config,
     as_flag_text,

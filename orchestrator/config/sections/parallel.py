@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.config.checks import Switch, at_least, listed
+from orchestrator.config.sections.checks import Switch, at_least, listed
 
 ParallelStrategy = Literal["auto", "data_parallel", "expert_parallel"]
 Backend = Literal["auto", "nccl", "gloo"]

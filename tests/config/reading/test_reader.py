@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.reader import Resolved, read_file
+from orchestrator.config.reading.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names, setting_types
 from orchestrator.config.writer import dump, write_file
 from orchestrator.errors import UserError

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.config.metric import Criterion, Metric
-from orchestrator.config.objective import complete_objective, read_objective
-from orchestrator.config.space_parser import parse_space, points_space
-from orchestrator.config.sweep import Sweep
+from orchestrator.config.sweep.objective import complete_objective, read_objective
+from orchestrator.config.sweep.space_parser import parse_space, points_space
+from orchestrator.config.sweep.sweep import Sweep
 from orchestrator.errors import UserError
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from experts.evolution.rules import EvolutionRules, Preset, preset_rules
-from orchestrator.config.checks import Switch, at_least, within
+from orchestrator.config.sections.checks import Switch, at_least, within
 
 EvolutionMode = Literal["auto", "off", "cautious", "bold"]
 

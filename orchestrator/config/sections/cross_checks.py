@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from orchestrator.config.checks import listed
-from orchestrator.config.data import BatchSettings, DataSettings
-from orchestrator.config.evolution import EvolutionSettings
-from orchestrator.config.model import ModelSettings, MoeSettings
-from orchestrator.config.optim import OptimSettings
-from orchestrator.config.parallel import ParallelSettings
+from orchestrator.config.sections.checks import listed
+from orchestrator.config.sections.data import BatchSettings, DataSettings
+from orchestrator.config.sections.evolution import EvolutionSettings
+from orchestrator.config.sections.model import ModelSettings, MoeSettings
+from orchestrator.config.sections.optim import OptimSettings
+from orchestrator.config.sections.parallel import ParallelSettings
 from orchestrator.errors import UserError
 
 _FIXED_BY_MODEL = (

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.cli.check import CheckOptions
 from orchestrator.cli.export import ExportOptions
 from orchestrator.cli.report import ReportOptions
-from orchestrator.config.flags import read_options
+from orchestrator.config.reading.flags import read_options
 from orchestrator.errors import UserError
 from tests.config.helpers import flag_refusal, refusal
 

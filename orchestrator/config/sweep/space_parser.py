@@ -12,9 +12,9 @@ from typing import Any, get_args
 import yaml
 
 from orchestrator.config.names.nearest import did_you_mean
-from orchestrator.config.safe_yaml import MAX_CHARACTERS, safe_content
+from orchestrator.config.reading.safe_yaml import MAX_CHARACTERS, safe_content
 from orchestrator.config.settings import Config, flat_names, foreign_name_advice, setting_types
-from orchestrator.config.space import MAX_POINTS, Domain, Point, Range, Space, Values, point_key
+from orchestrator.config.sweep.space import MAX_POINTS, Domain, Point, Range, Space, Values, point_key
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 

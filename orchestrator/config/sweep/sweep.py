@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
 from orchestrator.config.metric import split_metric
-from orchestrator.config.objective import THROUGHPUT, check_effect
 from orchestrator.config.settings import Config, setting_types
-from orchestrator.config.space import MAX_POINTS, Space, Values, plain_point
-from orchestrator.config.space_parser import points_space, space_from_json
+from orchestrator.config.sweep.objective import THROUGHPUT, check_effect
+from orchestrator.config.sweep.space import MAX_POINTS, Space, Values, plain_point
+from orchestrator.config.sweep.space_parser import points_space, space_from_json
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 from orchestrator.redaction import MASK

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.space import Range, Values, point_key
-from orchestrator.config.space_parser import parse_space, read_space, space_from_json
+from orchestrator.config.sweep.space import Range, Values, point_key
+from orchestrator.config.sweep.space_parser import parse_space, read_space, space_from_json
 from orchestrator.errors import UserError
 
 

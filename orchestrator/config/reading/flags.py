@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_origin
 
-from orchestrator.config.checks import Switch
-from orchestrator.config.flag_values import FlagGrammar, changed_config
 from orchestrator.config.names.nearest import nearest
-from orchestrator.config.reader import Resolved, read_file
+from orchestrator.config.reading.flag_values import FlagGrammar, changed_config
+from orchestrator.config.reading.reader import Resolved, read_file
+from orchestrator.config.sections.checks import Switch
 from orchestrator.config.settings import Config, flat_names, foreign_name_advice, setting_types
 from orchestrator.errors import UserError
 
