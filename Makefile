@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# pip would compile what it installs on one core, for minutes: all cores do it, but for what nothing here imports
+# pip would compile what it installs on one core, for minutes. The first command compiles what it imports by itself, a
+# sixth of it; for the many processes of the tests all cores compile everything, but for what nothing here imports.
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # Packages have files for later Pythons, which do not compile.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib/python3*/site-packages || true
@@ -87,7 +88,6 @@ $(VENV)/bin/python:
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a few minutes the first time) ..."
 	$(PIP) -e .
-	$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt

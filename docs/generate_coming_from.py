@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.config.alias_table import ALIASES
+from orchestrator.config.names.aliases import aliases
 from orchestrator.config.settings import foreign_name_advice
 
 TARGET = Path(__file__).with_name("coming-from.md")
@@ -224,7 +224,7 @@ def _in_code(advice: str) -> str:
 def _all_names() -> str:
     """Return a table of all known names, by the setting that they belong to."""
     by_setting: dict[str, list[str]] = {}
-    for name, alias in ALIASES.items():
+    for name, alias in aliases().items():
         by_setting.setdefault(alias.name or "", []).append(name)
     nothing = by_setting.pop("")
     rows = [

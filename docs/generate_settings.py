@@ -16,9 +16,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import orchestrator.cli
-from orchestrator.config.checks import Switch
-from orchestrator.config.reference import field_texts
+from orchestrator.config.sections.checks import Switch
 from orchestrator.config.settings import Config, section_types
+from orchestrator.config.writer import field_texts
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "settings.md"

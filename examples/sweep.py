@@ -6,8 +6,8 @@ python examples/sweep.py
 from pathlib import Path
 
 from orchestrator import Config, Trainer, read_sweep
-from orchestrator.config.space_parser import parse_space
-from orchestrator.config.sweep import Sweep
+from orchestrator.config.sweep.space_parser import parse_space
+from orchestrator.config.sweep.sweep import Sweep
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from orchestrator.cli.check import check
     from orchestrator.config.metric import Metric
     from orchestrator.config.settings import Config
-    from orchestrator.config.space_parser import parse_space
-    from orchestrator.config.sweep import Sweep
+    from orchestrator.config.sweep.space_parser import parse_space
+    from orchestrator.config.sweep.sweep import Sweep
     from orchestrator.data.json_lines import JsonLines
     from orchestrator.data.parquet import ParquetRows
     from orchestrator.data.source import Source
@@ -43,7 +43,7 @@ _HOMES = {
     "Trainer": "orchestrator.trainer",
     "Result": "orchestrator.result",
     "Source": "orchestrator.data.source",
-    "Sweep": "orchestrator.config.sweep",
+    "Sweep": "orchestrator.config.sweep.sweep",
     "Task": "orchestrator.tasks.task",
     "Loss": "orchestrator.tasks.task",
     "TensorData": "orchestrator.tasks.task",
@@ -51,7 +51,7 @@ _HOMES = {
     "Monitor": "orchestrator.record.machine.monitor",
     "check": "orchestrator.cli.check",
     "draw_report": "orchestrator.report.run.page",
-    "parse_space": "orchestrator.config.space_parser",
+    "parse_space": "orchestrator.config.sweep.space_parser",
     "read_expert_graph": "orchestrator.report.run.graph_files",
     "read_run": "orchestrator.report.run.frames",
     "read_sweep": "orchestrator.report.sweep.frames",

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.live.screen.evaluation_screen import EvaluationScreen

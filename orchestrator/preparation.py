@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.config.metric import split_metric
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.plan.compute import choose_precision
 from orchestrator.plan.device import choose_device, choose_worker_device

@@ -6,10 +6,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.objective import THROUGHPUT
 from orchestrator.config.settings import Config
-from orchestrator.config.space import point_flags
-from orchestrator.config.sweep import Sweep
+from orchestrator.config.sweep.objective import THROUGHPUT
+from orchestrator.config.sweep.space import point_flags
+from orchestrator.config.sweep.sweep import Sweep
 from orchestrator.config.writer import changed_settings
 from orchestrator.errors import Interrupted, OrchestratorError, ResourceError, TrainingFailed, UserError
 from orchestrator.plan.inventory.hardware import results_folder, secret_values

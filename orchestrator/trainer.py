@@ -10,10 +10,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.cross_checks import check_has_documents, check_settings_of_task
-from orchestrator.config.keywords import known_arguments
 from orchestrator.config.metric import check_metrics
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.keywords import known_arguments
+from orchestrator.config.reading.reader import Resolved
+from orchestrator.config.sections.cross_checks import check_has_documents, check_settings_of_task
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import changed_settings, with_absolute_paths
 from orchestrator.errors import UserError
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from orchestrator.config.metric import Metric
-    from orchestrator.config.sweep import Sweep
+    from orchestrator.config.sweep.sweep import Sweep
     from orchestrator.evaluations import CheckpointEvaluation, EvaluationResult
     from orchestrator.measure.bench import BenchResult
     from orchestrator.record.files.ledger import SweepRecord
@@ -323,7 +323,7 @@ class Trainer:
         ``orchestrator.read_sweep``.
         """
         from orchestrator.config.metric import declared_metrics
-        from orchestrator.config.objective import complete_objective
+        from orchestrator.config.sweep.objective import complete_objective
         from orchestrator.record.files.ledger import read_sweep_record
         from orchestrator.sweeps import finish_sweep, is_complete, run_trials
         from orchestrator.tasks.load import load_task

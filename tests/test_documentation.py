@@ -22,7 +22,7 @@ import pytest
 
 from orchestrator.cli.launch import split
 from orchestrator.cli.train import TrainOptions
-from orchestrator.config.flags import read_flags, read_options
+from orchestrator.config.reading.flags import read_flags, read_options
 from orchestrator.config.settings import flat_names
 from tests.support.docs.documents import PAGES, ROOT, Block, blocks, broken_links, page_name, prose
 from tests.support.docs.setting_readers import find_readers

@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from orchestrator import Config, Result, Trainer, read_run
-from orchestrator.config.reader import read_file as read_config
+from orchestrator.config.reading.reader import read_file as read_config
 from orchestrator.errors import OrchestratorError, TrainingFailed, UserError
 from orchestrator.record.files.events import by_step, of_kind, read_events
 from orchestrator.storage.address import as_url

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from orchestrator import Callback, Config, Request, Trainer
-from orchestrator.config.space_parser import parse_space
-from orchestrator.config.sweep import Sweep
+from orchestrator.config.sweep.space_parser import parse_space
+from orchestrator.config.sweep.sweep import Sweep
 from orchestrator.errors import TaskFailed, UserError
 from orchestrator.live.callbacks.callback_values import (
     EndInfo,

@@ -36,8 +36,7 @@ from orchestrator.train.data.opening import open_feed
 from orchestrator.train.device.clock import PhaseClock
 from orchestrator.train.device.precision import Precision
 from orchestrator.train.evolution.engine import Evolution
-from orchestrator.train.evolution.plan import EvolutionPlan
-from orchestrator.train.evolution.policy import RulesPolicy
+from orchestrator.train.evolution.plan import EvolutionPlan, RulesPolicy
 from orchestrator.train.group.world import World
 from orchestrator.train.optim.named_optimizers import build_named_optimizer
 from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule

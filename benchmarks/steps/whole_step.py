@@ -30,8 +30,8 @@ from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
 from orchestrator.measure.timed_steps import ignore_events, step_seconds
 from orchestrator.train.data.steps import Feed, StepBatch
+from orchestrator.train.device.clock import timed_seconds
 from orchestrator.train.device.memory import peak_memory
-from orchestrator.train.device.timing import timed_seconds
 from orchestrator.train.group.world import World
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build import build_feed

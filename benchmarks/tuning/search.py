@@ -27,8 +27,8 @@ import torch
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.cli.predict import make_tracer
 from orchestrator.config.settings import Config
-from orchestrator.config.space import Point, Space, Values, point_key
-from orchestrator.config.space_parser import parse_space
+from orchestrator.config.sweep.space import Point, Space, Values, point_key
+from orchestrator.config.sweep.space_parser import parse_space
 from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.plan.cost.cluster_spec import machine_of, parse_cluster
 from orchestrator.plan.cost.machine import Parallelism

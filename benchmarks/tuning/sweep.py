@@ -24,9 +24,9 @@ from typing import Any
 from benchmarks.processes import ROOT
 from benchmarks.support import benchmark_parser, header, markdown_table, write_result
 from orchestrator.config.settings import Config
-from orchestrator.config.space import Space, point_flags
-from orchestrator.config.space_parser import parse_space, points_space
-from orchestrator.config.sweep import Search, Sweep
+from orchestrator.config.sweep.space import Space, point_flags
+from orchestrator.config.sweep.space_parser import parse_space, points_space
+from orchestrator.config.sweep.sweep import Search, Sweep
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.sweep.sweep_table import throughput_text
 from orchestrator.trainer import Trainer

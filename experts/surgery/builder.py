@@ -14,7 +14,7 @@ from experts.model import fill_normal, mix
 from experts.routed import RoutedExperts
 from experts.structure import Change
 from experts.surgery.expert_transfer import ExpertTensors
-from experts.surgery.moments import WEIGHTS, added, gradient_degree, halved
+from experts.surgery.optimizer_state import WEIGHTS, added, gradient_degree, halved
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from experts.layer import MoELayer
 from experts.model import fill_normal, mix
 from experts.structure import Change, LayerStructure
-from experts.surgery.moments import added, gradient_degree, halved
+from experts.surgery.optimizer_state import added, gradient_degree, halved
 
 _GATE_STD = 0.02
 _WARMED_NOISE = 0.1  # of the spread of a gate's row

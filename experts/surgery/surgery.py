@@ -21,7 +21,7 @@ from experts.structure import Change, LayerStructure, changed
 from experts.surgery.builder import ExpertBuilder
 from experts.surgery.expert_transfer import ExpertTensors, StateSpec, exchange_experts
 from experts.surgery.gate_rows import change_gate, follow_number
-from experts.surgery.parameter_groups import ParameterGroups
+from experts.surgery.optimizer_state import ParameterGroups
 
 _MOVES = ("moved", "copied")
 """Changes that leave the gate as it is."""

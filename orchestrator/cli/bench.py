@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.config.flags import read_flags
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.flags import read_flags
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.types import bytes_text, seconds_text

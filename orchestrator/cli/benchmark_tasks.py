@@ -11,8 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.nearest import did_you_mean
-from orchestrator.config.reader import Resolved
+from orchestrator.config.names.nearest import did_you_mean
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import TaskFailed, UserError
 from orchestrator.types import VERSION, first_line

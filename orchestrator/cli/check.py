@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.config.flags import read_options
+from orchestrator.config.reading.flags import read_options
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.checks.probes import CheckResult, MachineProbe, probes_for, run_guarded

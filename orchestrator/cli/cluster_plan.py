@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestrator.cli.predict import predict_plan
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import OrchestratorError
 from orchestrator.plan.cost.cluster_spec import ClusterSpec

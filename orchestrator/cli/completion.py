@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
-from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.settings import Config, flat_names, setting_types
 from orchestrator.config.values import choices
 from orchestrator.errors import UserError

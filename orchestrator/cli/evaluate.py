@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrator.cli.resume import refuse_run_flags
 from orchestrator.cli.train import refuse_launchers
-from orchestrator.config.flags import read_flags
+from orchestrator.config.reading.flags import read_flags
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 

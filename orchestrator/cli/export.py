@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Literal
 
-from orchestrator.config.flags import read_options
+from orchestrator.config.reading.flags import read_options
 from orchestrator.errors import UserError
 from orchestrator.types import bytes_text
 
@@ -61,8 +61,7 @@ def run(argv: Sequence[str]) -> int:
     shard_bytes = _parse_size(options.shard_size)
     from orchestrator.plan.inventory.hardware import results_folder
     from orchestrator.run.run_settings import read_run_settings
-    from orchestrator.train.export.folder import check_target
-    from orchestrator.train.export.hub import check_push, push
+    from orchestrator.train.export.folder import check_push, check_target, push
     from orchestrator.train.export.weights import ExportForm
     from orchestrator.train.remote.opened_checkpoint import opened_checkpoint
 
@@ -123,7 +122,7 @@ def _export_weights(options: ExportOptions, config: Config, job: _Job) -> Export
 
 def _export_lora(options: ExportOptions, config: Config, job: _Job) -> Exported:
     """Write adapters alone, or added to the weights of their model."""
-    from orchestrator.tasks.lm.adapters import lora_options
+    from orchestrator.tasks.lm.building import lora_options
     from orchestrator.train.export.adapters import AdaptedModel, export_adapters, export_merged
 
     lora = lora_options(config.model)

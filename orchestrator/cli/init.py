@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.flags import read_options
-from orchestrator.config.reader import Resolved
-from orchestrator.config.reference import setting_texts
+from orchestrator.config.reading.flags import read_options
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
-from orchestrator.config.writer import dump
+from orchestrator.config.writer import dump, setting_texts
 from orchestrator.errors import UserError
 from orchestrator.types import Choice, value_text
 

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.cli.train import TrainOptions
-from orchestrator.config.flags import read_flags, read_options
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.flags import read_flags, read_options
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.launch.files import file_text
 from orchestrator.launch.launch import Launch

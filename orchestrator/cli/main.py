@@ -13,7 +13,7 @@ import select
 import sys
 from collections.abc import Sequence
 
-from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.errors import OrchestratorError, ResourceError, UserError
 from orchestrator.interrupts import ignore_signals, interrupt_on_signals
 from orchestrator.redaction import MaskedStream

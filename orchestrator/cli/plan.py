@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.config.flags import read_flags
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.flags import read_flags
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import changed_settings
 

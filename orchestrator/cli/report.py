@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.config.flags import read_options
+from orchestrator.config.reading.flags import read_options
 from orchestrator.errors import UserError
 
 COMPARISON = Path("results/comparison")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.cli.train import fit, refuse_launchers
-from orchestrator.config.flags import read_flags
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.flags import read_flags
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.remote_record import local_record
@@ -62,7 +62,7 @@ def _is_sweep(folder: Path, shown: str) -> bool:
     can continue.
 
     ``shown`` is the folder as the user named it."""
-    from orchestrator.config.reader import read_file
+    from orchestrator.config.reading.reader import read_file
     from orchestrator.record.files.ledger import holds_sweep
     from orchestrator.run.plan_file import CONFIG
     from orchestrator.run.run_dir import check_links, holds_run, resume_call

@@ -15,7 +15,7 @@ from orchestrator.cli.calibrate import find_calibration
 from orchestrator.cli.cluster_plan import ASSUMED_NODE, plan_on_cluster
 from orchestrator.cli.plan_tables import print_plan
 from orchestrator.cli.predict import Tracer, make_tracer
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.compute import with_memory_settings, with_weight_copies

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.flags import read_flags
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.flags import read_flags
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config, flat_names
-from orchestrator.config.space import Space
-from orchestrator.config.space_parser import parse_space, read_space
-from orchestrator.config.sweep import Search, Sweep, as_mapping, config_from_ledger
+from orchestrator.config.sweep.space import Space
+from orchestrator.config.sweep.space_parser import parse_space, read_space
+from orchestrator.config.sweep.sweep import Search, Sweep, as_mapping, config_from_ledger
 from orchestrator.config.writer import flat_values
 from orchestrator.errors import UserError
 from orchestrator.plan.inventory.hardware import results_folder

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.config.flags import read_flags
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.flags import read_flags
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import Interrupted, ResourceError, UserError
 from orchestrator.plan.inventory.hardware import launched_by

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.sweep import check_masked_given, masked_names
-from orchestrator.config.objective import THROUGHPUT
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
-from orchestrator.config.space import plain_point, point_flags
-from orchestrator.config.sweep import as_mapping
+from orchestrator.config.sweep.objective import THROUGHPUT
+from orchestrator.config.sweep.space import plain_point, point_flags
+from orchestrator.config.sweep.sweep import as_mapping
 from orchestrator.config.writer import flat_values
 from orchestrator.errors import UserError
 from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record

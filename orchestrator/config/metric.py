@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.errors import UserError
 
 Mode = Literal["min", "max"]

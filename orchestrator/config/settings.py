@@ -14,10 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from orchestrator.config.alias_table import ALIASES
-from orchestrator.config.aliases import Form, SettingNames
-from orchestrator.config.checks import Switch, at_least, possible_path, within
-from orchestrator.config.cross_checks import (
+from orchestrator.config.metric import split_metric
+from orchestrator.config.names.aliases import Form, SettingNames, aliases
+from orchestrator.config.names.nearest import did_you_mean
+from orchestrator.config.sections.checks import Switch, at_least, possible_path, within
+from orchestrator.config.sections.cross_checks import (
     check_batch_product,
     check_devices,
     check_evolution,
@@ -25,14 +26,12 @@ from orchestrator.config.cross_checks import (
     check_optimizer,
     check_strategy,
 )
-from orchestrator.config.data import BatchSettings, DataSettings
-from orchestrator.config.evolution import EvolutionSettings
-from orchestrator.config.metric import split_metric
-from orchestrator.config.model import ModelSettings, MoeSettings
-from orchestrator.config.nearest import did_you_mean
-from orchestrator.config.optim import OptimSettings
-from orchestrator.config.outputs import CheckpointSettings, WatchSettings
-from orchestrator.config.parallel import ParallelSettings
+from orchestrator.config.sections.data import BatchSettings, DataSettings
+from orchestrator.config.sections.evolution import EvolutionSettings
+from orchestrator.config.sections.model import ModelSettings, MoeSettings
+from orchestrator.config.sections.optim import OptimSettings
+from orchestrator.config.sections.outputs import CheckpointSettings, WatchSettings
+from orchestrator.config.sections.parallel import ParallelSettings
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 
@@ -268,7 +267,7 @@ def setting_types() -> Mapping[str, Any]:
 
 def foreign_name_advice(name: str, value: Any, form: Form) -> str | None:
     """Return the answer to a name of another trainer; None if it is not known."""
-    alias = ALIASES.get(name.replace("-", "_").lower())
+    alias = aliases().get(name.replace("-", "_").lower())
     names = SettingNames(flat_names(), setting_types())
     return alias.advice(as_flag_text(value), form, names) if alias else None
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from orchestrator.config.checks import LARGEST_NUMBER
+from orchestrator.config.sections.checks import LARGEST_NUMBER
 from orchestrator.errors import UserError
 
 _SINGULAR = {

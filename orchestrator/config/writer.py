@@ -1,8 +1,11 @@
-"""A config in other forms: as YAML that reads back, as JSON values, and with absolute paths."""
+"""A config in other forms: as YAML that reads back, as JSON values, and with absolute paths; the text of each
+setting."""
 
 from __future__ import annotations
 
+import ast
 import glob
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
@@ -11,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from orchestrator.config.parallel import PLACEMENTS
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.reader import Resolved
+from orchestrator.config.sections.parallel import PLACEMENTS
 from orchestrator.config.settings import Config, flat_names, section_types
 from orchestrator.redaction import Secrets, mask, mask_tree
 from orchestrator.storage.address import as_url, location_text
@@ -116,3 +119,30 @@ def _absolute_input(location: str, folder: Path) -> str:
 def _absolute(location: str | Path, folder: Path) -> str | Path:
     """Return a path taken from ``folder``; an address stays as it is."""
     return location if as_url(location) else folder / location
+
+
+# --- the documentation of each setting, read from the source that declares it
+
+
+def setting_texts() -> dict[str, str]:
+    """Return the text under each setting, by its flat name.
+
+    ``orchestrator init`` writes these texts as comments, and ``docs/generate_settings.py`` writes them into
+    ``docs/settings.md``."""
+    texts: dict[str, str] = {}
+    for kind in (Config, *section_types().values()):
+        texts |= field_texts(kind)
+    return texts
+
+
+def field_texts(kind: type) -> dict[str, str]:
+    """Return the text under each field of a dataclass, on one line."""
+    (declaration,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(declaration, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for field, following in zip(declaration.body, declaration.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            texts[field.target.id] = " ".join(str(following.value.value).split())
+    return texts

@@ -21,8 +21,7 @@ from orchestrator.tasks.task import Task
 from orchestrator.train.data.loading import LoaderOptions
 from orchestrator.train.data.opening import open_feed
 from orchestrator.train.data.steps import MicroBatch, StepBatch
-from orchestrator.train.device.clock import PhaseClock
-from orchestrator.train.device.timing import synchronize, timed_seconds
+from orchestrator.train.device.clock import PhaseClock, synchronize, timed_seconds
 from orchestrator.train.group.world import World
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.config.optim import OptimSettings
+from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.device import gpu_of

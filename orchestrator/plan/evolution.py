@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from experts.evolution.rules import EvolutionRules, Preset
-from orchestrator.config.cross_checks import check_expert_limits, divides_experts
+from orchestrator.config.sections.cross_checks import check_expert_limits, divides_experts
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts, ModelSharding

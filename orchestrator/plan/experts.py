@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.config.cross_checks import needs_data_parallel
+from orchestrator.config.sections.cross_checks import needs_data_parallel
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.config.checks import Switch
+from orchestrator.config.sections.checks import Switch
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.types import Choice, count_text
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.config.optim import LEARNING_RATE
+from orchestrator.config.sections.optim import LEARNING_RATE
 from orchestrator.config.settings import Config
 from orchestrator.plan.batching import Batching
 from orchestrator.plan.estimate import ModelFacts

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.reader import Resolved, read_file
+from orchestrator.config.reading.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.writer import flat_values, to_json, write_file
 from orchestrator.errors import UserError

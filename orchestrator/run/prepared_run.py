@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.checkpoint.saved_experts import SavedExperts
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import flat_names
 from orchestrator.config.writer import to_json
 from orchestrator.plan.estimate import ModelFacts

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
-from orchestrator.config.outputs import Tracker
+from orchestrator.config.sections.outputs import Tracker
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import Event, stream_events

@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.checkpoint.files import MANIFEST
 from orchestrator.checkpoint.store import CheckpointStore
-from orchestrator.config.reader import Resolved, read_file
+from orchestrator.config.reading.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.writer import flat_values, with_absolute_paths
 from orchestrator.errors import UserError

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.cross_checks import check_settings_of_task
-from orchestrator.config.nearest import did_you_mean, slips
+from orchestrator.config.names.nearest import did_you_mean, slips
+from orchestrator.config.sections.cross_checks import check_settings_of_task
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.storage.address import as_url

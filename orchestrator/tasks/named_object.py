@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.user_code import user_code

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from experts.bank import computing_dtype
 from experts.layer import MoELayer
 from experts.types import Routing
-from orchestrator.config.model import ModelSettings, MoeSettings
+from orchestrator.config.sections.model import ModelSettings, MoeSettings
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.token_loss import TokenLoss, has_large_logits, token_loss

@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from orchestrator.config.data import DataSettings
-from orchestrator.config.model import ModelSettings, MoeSettings
-from orchestrator.config.optim import OptimSettings
+from orchestrator.config.sections.data import DataSettings
+from orchestrator.config.sections.model import ModelSettings, MoeSettings
+from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.config.settings import Config, as_flag_text, flat_names
 from orchestrator.errors import UserError
 

@@ -37,10 +37,9 @@ from orchestrator.train.optim.optimizer import ScheduledOptimizer
 from orchestrator.train.optim.weight_copies import WeightCopies
 from orchestrator.train.step.out_of_memory import Problem, StepRecovery
 from orchestrator.train.step.preview import Preview, is_single_pass, split_passes
-from orchestrator.train.step.reduction import StepReduction
 from orchestrator.train.step.statistics import StepStatistics
 from orchestrator.train.step.totals import Totals
-from orchestrator.train.step.update import WeightUpdate
+from orchestrator.train.step.update import StepReduction, WeightUpdate
 from orchestrator.train.step_graph.graphs import StepGraphs, with_data
 from orchestrator.train.strategies.base import Strategy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.config.reader import read_file
+from orchestrator.config.reading.reader import read_file
 from orchestrator.config.settings import Config, flat_names
 from tests.cli.helpers import Call
 

@@ -96,6 +96,17 @@ def test_help_imports_nothing_heavy(tmp_path: Path, verb: str):
     assert imported.isdisjoint({"torch", "ray", "pandas", "matplotlib", "numpy", "sklearn", "pydantic"})
 
 
+def test_flags_are_read_without_the_library_that_makes_the_help(tmp_path: Path):
+    code = (
+        "import sys; from orchestrator.cli.train import TrainOptions; "
+        "from orchestrator.config.reading.flags import read_flags; "
+        "read_flags(TrainOptions, ['--epochs', '3', '--compile'], 'x'); print('tyro' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "False"
+
+
 def test_a_node_without_our_packages_is_answered_in_one_line(tmp_path: Path):
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}
     # Without -S Python would find the packages of this environment.

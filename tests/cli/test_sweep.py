@@ -10,8 +10,8 @@ import pytest
 
 from orchestrator.cli.main import main
 from orchestrator.config.settings import Config
-from orchestrator.config.space_parser import parse_space
-from orchestrator.config.sweep import Sweep
+from orchestrator.config.sweep.space_parser import parse_space
+from orchestrator.config.sweep.sweep import Sweep
 from orchestrator.record.files.ledger import Ledger, TrialRow
 from orchestrator.trainer import Trainer
 

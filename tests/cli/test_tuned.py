@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.tuned import tuned
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.ledger import Ledger, TrialRow

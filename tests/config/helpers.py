@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.train import TrainOptions
-from orchestrator.config.flags import read_flags
-from orchestrator.config.reader import Resolved, read_file
+from orchestrator.config.reading.flags import read_flags
+from orchestrator.config.reading.reader import Resolved, read_file
 from orchestrator.errors import UserError
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.config.nearest import did_you_mean
-from orchestrator.config.optim import OptimSettings
-from orchestrator.config.reference import setting_texts
+from orchestrator.config.names.nearest import did_you_mean
+from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.config.settings import Config, flat_names, section_types, setting_types
+from orchestrator.config.writer import setting_texts
 from orchestrator.errors import UserError
 from tests.support.fakes.inventories import VALUES
 

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.reader import Resolved, read_file
+from orchestrator.config.reading.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.writer import dump, to_json, with_absolute_paths, write_file
 from tests.support.fakes.inventories import VALUES, configs

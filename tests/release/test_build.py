@@ -57,6 +57,7 @@ def test_only_tracked_files_are_packed(tmp_path: Path) -> None:
     [
         "orchestrator/py.typed",
         "experts/py.typed",
+        "orchestrator/config/names/foreign_names.yaml",
         "orchestrator/plan/cost/devices.json",
         "orchestrator/launch/templates/slurm.sbatch",
         "orchestrator/launch/templates/hosts.sh",

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from orchestrator.config.reader import read_file
+from orchestrator.config.reading.reader import read_file
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteFolder

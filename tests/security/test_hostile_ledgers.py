@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator import read_sweep
-from orchestrator.config.space_parser import parse_space
-from orchestrator.config.sweep import Sweep
+from orchestrator.config.sweep.space_parser import parse_space
+from orchestrator.config.sweep.sweep import Sweep
 from orchestrator.errors import UserError
 from orchestrator.redaction import MASK
 from tests.security.scene import DEEP, Scene, assert_harmless, call

@@ -19,8 +19,8 @@ from orchestrator.checkpoint.files import Contents, load, step_name
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.cli.train import TrainOptions
-from orchestrator.config.flags import read_flags
-from orchestrator.config.reader import Resolved, read_file
+from orchestrator.config.reading.flags import read_flags
+from orchestrator.config.reading.reader import Resolved, read_file
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import dump
 from orchestrator.live.screen.screen import Screen

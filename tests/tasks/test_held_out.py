@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.tasks.held_out import hold_out
+from orchestrator.tasks.object_task import hold_out
 from orchestrator.tasks.task import WindowData
 from orchestrator.train.data.steps import as_dataset
 from orchestrator.trainer import Trainer

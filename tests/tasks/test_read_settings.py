@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.config.model import MoeSettings
+from orchestrator.config.sections.model import MoeSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.read_settings import check_sweep_taken, watched

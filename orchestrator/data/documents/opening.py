@@ -1,7 +1,12 @@
-"""Opens data files as packed samples of tokens; they are tokenised once for all processes of a machine."""
+"""Finds the files of ``--data`` and opens them as packed samples of tokens.
+
+They are tokenised once for all processes of a machine, under a key that changes with the files, the tokenizer
+and the options."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,14 +14,31 @@ from typing import Any
 
 from orchestrator.data.documents.counts import DocumentCounts
 from orchestrator.data.documents.document_set import usable_documents
-from orchestrator.data.documents.finding import find_row_files
-from orchestrator.data.documents.fingerprint import fingerprint
+from orchestrator.data.documents.hub import (
+    is_hub_name,
+    is_saved_data_set,
+    open_hub_data_set,
+    open_saved_data_set,
+)
 from orchestrator.data.documents.mixture import MixedDocuments
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.packed import PackedDocuments
 from orchestrator.data.documents.reading import DocumentReader
+from orchestrator.data.documents.rows import (
+    JSON_SUFFIXES,
+    PARQUET_SUFFIXES,
+    TEXT_SUFFIXES,
+    TOKEN_SUFFIXES,
+    JsonFile,
+    ParquetFile,
+    RowFile,
+    TextFile,
+    TokenArrayFile,
+)
 from orchestrator.data.documents.store import TokenStore, is_whole
+from orchestrator.data.files import endings_text, find_data_files, is_pattern
 from orchestrator.errors import UserError
+from orchestrator.storage.address import as_url
 from orchestrator.storage.cache import cached_folder
 
 
@@ -111,3 +133,85 @@ def _check_vocabulary(store: TokenStore, options: DocumentOptions) -> None:
             f"{options.vocabulary} tokens (0 to {options.vocabulary - 1}); "
             "use the tokenizer of the model, or a model with a larger vocabulary"
         )
+
+
+_KINDS_OF_FOLDERS = ((*JSON_SUFFIXES, *PARQUET_SUFFIXES), TEXT_SUFFIXES, TOKEN_SUFFIXES)
+_SUFFIXES = tuple(suffix for kind in _KINDS_OF_FOLDERS for suffix in kind)
+
+
+def find_row_files(entries: Sequence[str], tokenizer: Any, options: DocumentOptions) -> list[RowFile]:
+    """Return the files and data sets of entries in their order.
+
+    Raises ``UserError`` for an entry without any.
+    """
+    if not entries:
+        raise UserError("there is no data; give files, folders, addresses or a data set with --data")
+    found: list[RowFile] = []
+    for entry in map(str, entries):
+        if is_saved_data_set(entry):
+            found.append(open_saved_data_set(entry))
+        elif _may_be_file(entry):
+            found += [_row_file(file, tokenizer, options) for file in _find_files(entry)]
+        else:
+            found.append(open_hub_data_set(entry))
+    return found
+
+
+def _may_be_file(entry: str) -> bool:
+    if as_url(entry) is not None or is_pattern(entry) or entry.endswith(_SUFFIXES):
+        return True
+    return Path(entry).expanduser().exists() or not is_hub_name(entry)
+
+
+def _find_files(entry: str) -> list[str]:
+    """Return the files of an entry. A folder's are of one kind: beside rows often lies a README.md."""
+    files = find_data_files(entry, _SUFFIXES)
+    if is_pattern(entry) or entry.endswith(_SUFFIXES):
+        return files
+    by_kind = ([file for file in files if file.endswith(kind)] for kind in _KINDS_OF_FOLDERS)
+    return next((chosen for chosen in by_kind if chosen), files)
+
+
+def _row_file(file: str, tokenizer: Any, options: DocumentOptions) -> RowFile:
+    if file.endswith(JSON_SUFFIXES):
+        return JsonFile(file)
+    if file.endswith(PARQUET_SUFFIXES):
+        return ParquetFile(file)
+    if file.endswith(TEXT_SUFFIXES):
+        return TextFile(file, options.text_column)
+    if file.endswith(TOKEN_SUFFIXES):
+        return TokenArrayFile(file, len(tokenizer))
+    raise UserError(f"{file} is of no known kind; known endings: {endings_text(_SUFFIXES)}")
+
+
+_FORMAT = 2
+"""Raise this when the same rows become other tokens, masks or files."""
+
+
+def fingerprint(files: Sequence[RowFile], tokenizer: Any, options: DocumentOptions) -> str:
+    """Return the key. Length, packing and seed are not part of it: samples are laid out at each start."""
+    facts = {
+        "format": _FORMAT,
+        "files": [list(file.version()) for file in files],
+        "tokenizer": _tokenizer_facts(tokenizer),
+        "options": [options.train_on, options.text_column, options.skip_bad],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # Calls of the tokenizer change these two; they are set anew by each call.
+        model = {
+            key: value
+            for key, value in json.loads(backend.to_str()).items()
+            if key not in ("truncation", "padding")
+        }
+    else:
+        model = {"vocabulary": tokenizer.get_vocab(), "settings": getattr(tokenizer, "init_kwargs", {})}
+    return {
+        "model": model,
+        "special": tokenizer.special_tokens_map,
+        "template": tokenizer.chat_template,
+    }

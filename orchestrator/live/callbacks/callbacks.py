@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.settings import Config
 from orchestrator.errors import TaskFailed, UserError
 from orchestrator.live.callbacks.callback_values import (

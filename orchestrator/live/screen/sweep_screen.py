@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.space import plain_point
+from orchestrator.config.sweep.space import plain_point
 from orchestrator.record.files.ledger import TrialRow
 from orchestrator.redaction import Secrets, mask, mask_tree
 from orchestrator.report.draw.display import Display

@@ -13,7 +13,7 @@ from torch import Tensor
 from experts.group import Group
 from orchestrator.measure.calibration.fit import fit_link
 from orchestrator.plan.cost.machine import Interconnect, LinkKind
-from orchestrator.train.device.timing import synchronize, timed_seconds
+from orchestrator.train.device.clock import synchronize, timed_seconds
 from orchestrator.train.group.world import World
 
 _MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**23)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from orchestrator.config.optim import OptimSettings
+from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.measure.calibration.measured_sizes import DTYPES, MeasuredSizes
 from orchestrator.measure.calibration.timer import Timer
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, as_floats

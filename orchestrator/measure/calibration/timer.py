@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.train.device.timing import synchronize, timed_seconds
+from orchestrator.train.device.clock import synchronize, timed_seconds
 
 _POOL_BYTES = {"cpu": 48 * 2**20, "cuda": 512 * 2**20}  # larger than caches
 _MAX_OPERAND_SETS = 12

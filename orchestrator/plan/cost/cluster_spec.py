@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.errors import UserError
 from orchestrator.plan.cost.devices import KnownNode, catalogue, device_of, known_gpu, links_of
 from orchestrator.plan.cost.machine import DeviceCosts, LinkKind, Machine

@@ -14,7 +14,7 @@ from itertools import product
 
 from pydantic import TypeAdapter
 
-from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.errors import UserError
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
 from orchestrator.plan.cost.machine import DeviceCosts, Interconnect, Link, LinkKind

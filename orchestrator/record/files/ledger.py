@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.metric import Criterion
-from orchestrator.config.objective import THROUGHPUT, VALIDATION_LOSS, read_objective
+from orchestrator.config.sweep.objective import THROUGHPUT, VALIDATION_LOSS, read_objective
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import Event, EventLog, of_kind, read_events
 from orchestrator.redaction import Secrets

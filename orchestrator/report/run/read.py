@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from orchestrator.config.safe_yaml import safe_content
+from orchestrator.config.reading.safe_yaml import safe_content
 from orchestrator.errors import UserError
 from orchestrator.record.experts.expert_changes import ExpertChange, expert_changes
 from orchestrator.record.experts.expert_graph import ExpertGraph, expert_graphs

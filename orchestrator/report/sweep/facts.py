@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from orchestrator.config.objective import THROUGHPUT
 from orchestrator.config.settings import setting_types
-from orchestrator.config.space import point_flags, point_key
+from orchestrator.config.sweep.objective import THROUGHPUT
+from orchestrator.config.sweep.space import point_flags, point_key
 from orchestrator.record.files.ledger import STATUSES, SweepRecord, TrialRow
 from orchestrator.report.run.read import finite
 from orchestrator.report.run.stats import plural

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.space import point_key
+from orchestrator.config.sweep.space import point_key
 from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.report.run.frames import Frame, as_column
 from orchestrator.report.run.read import finite

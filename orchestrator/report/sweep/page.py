@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from orchestrator.config.objective import THROUGHPUT
+from orchestrator.config.sweep.objective import THROUGHPUT
 from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.draw.write import write_whole

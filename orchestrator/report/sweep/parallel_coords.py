@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from orchestrator.config.space import point_key
+from orchestrator.config.sweep.space import point_key
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.draw.axes import tick_text, ticks
 from orchestrator.report.run.frames import Frame

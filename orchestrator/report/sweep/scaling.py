@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from orchestrator.config.space import point_key
+from orchestrator.config.sweep.space import point_key
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.trials import (

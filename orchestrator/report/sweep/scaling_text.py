@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.config.objective import THROUGHPUT, VALIDATION_LOSS
+from orchestrator.config.sweep.objective import THROUGHPUT, VALIDATION_LOSS
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.run.read import finite

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.objective import THROUGHPUT, read_objective
+from orchestrator.config.sweep.objective import THROUGHPUT, read_objective
 from orchestrator.record.files.ledger import STATUSES, TrialRow, rank_trials
 from orchestrator.record.files.scalars import to_float
 from orchestrator.report.draw.display import printable_line

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from orchestrator.config.objective import THROUGHPUT, VALIDATION_LOSS
+from orchestrator.config.sweep.objective import THROUGHPUT, VALIDATION_LOSS
 from orchestrator.record.files.ledger import STATUSES, SweepRecord, TrialRow
 from orchestrator.report.draw.markup import esc, header_cell, table
 from orchestrator.report.run.frames import Frame

@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from orchestrator.config.settings import Config
-from orchestrator.config.space import MAX_POINTS, Point, Space, Values
-from orchestrator.config.sweep import Sweep, requested_workers
+from orchestrator.config.sweep.space import MAX_POINTS, Point, Space, Values
+from orchestrator.config.sweep.sweep import Sweep, requested_workers
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.compute import choose_precision
 from orchestrator.plan.device import choose_worker_device

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from orchestrator.config.space import MAX_POINTS, Point, Space, Values, point_key
+from orchestrator.config.sweep.space import MAX_POINTS, Point, Space, Values, point_key
 from orchestrator.errors import UserError
 
 _STARTUP_TRIALS = 4

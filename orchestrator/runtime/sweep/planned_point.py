@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.config.checks import Switch
+from orchestrator.config.sections.checks import Switch
 from orchestrator.config.settings import Config, flat_names, setting_types
-from orchestrator.config.space import Domain, Point, Space, Values
+from orchestrator.config.sweep.space import Domain, Point, Space, Values
 from orchestrator.plan.planning import Plan
 
 

@@ -31,8 +31,8 @@ from ray.tune import (
 from ray.tune.schedulers import ASHAScheduler
 
 from orchestrator.config.settings import Config
-from orchestrator.config.space import Point, point_key
-from orchestrator.config.sweep import Sweep
+from orchestrator.config.sweep.space import Point, point_key
+from orchestrator.config.sweep.sweep import Sweep
 from orchestrator.config.writer import to_json
 from orchestrator.live.screen.sweep_screen import SweepScreen
 from orchestrator.plan.inventory.hardware import secret_values

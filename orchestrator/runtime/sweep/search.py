@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ray.tune.search import Searcher
 
-from orchestrator.config.space import Point, point_key
+from orchestrator.config.sweep.space import Point, point_key
 from orchestrator.record.files.ledger import TrialRow
 
 _MAX_REPEATED = 200

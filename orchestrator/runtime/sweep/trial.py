@@ -18,8 +18,8 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from experts.actor_host import ExpertHost, common_address
-from orchestrator.config.objective import THROUGHPUT
-from orchestrator.config.space import Point
+from orchestrator.config.sweep.objective import THROUGHPUT
+from orchestrator.config.sweep.space import Point
 from orchestrator.errors import OrchestratorError, OutOfMemory
 from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.sweep.trial_worker import TrialSetup, run_trial_worker

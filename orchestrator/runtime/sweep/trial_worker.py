@@ -9,9 +9,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.objective import THROUGHPUT, VALIDATION_LOSS, read_objective
 from orchestrator.config.settings import Config
-from orchestrator.config.space import Point
+from orchestrator.config.sweep.objective import THROUGHPUT, VALIDATION_LOSS, read_objective
+from orchestrator.config.sweep.space import Point
 from orchestrator.errors import UserError
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory, secret_values

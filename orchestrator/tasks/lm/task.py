@@ -18,15 +18,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from orchestrator.config.model import ModelSettings
+from orchestrator.config.sections.model import ModelSettings
 from orchestrator.config.settings import Config
 from orchestrator.data.documents.opening import open_divided, open_documents, open_mixture
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.errors import UserError
 from orchestrator.tasks.generation import Prompt
-from orchestrator.tasks.lm.adapters import add_adapters, leave_to_files, lora_options
 from orchestrator.tasks.lm.balance import StepBalance, balance_by_bias, counting, has_balance_loss
-from orchestrator.tasks.lm.building import build_causal_lm, has_recurrence
+from orchestrator.tasks.lm.building import (
+    add_adapters,
+    build_causal_lm,
+    has_recurrence,
+    leave_to_files,
+    lora_options,
+)
 from orchestrator.tasks.lm.example_tokens import EXAMPLE_SAMPLES, ExampleTokens
 from orchestrator.tasks.lm.model_folder import (
     check_installed,

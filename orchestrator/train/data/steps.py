@@ -16,7 +16,7 @@ from orchestrator.data.source import SavedPlace, Source
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Gatherable, as_tensor_data
 from orchestrator.train.data.loading import LoadedBatch
-from orchestrator.train.device.device_copies import MoveToDevice, start_copy
+from orchestrator.train.device.batches import MoveToDevice, start_copy
 from orchestrator.train.group.world import World
 from orchestrator.types import counted
 

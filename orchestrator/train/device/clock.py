@@ -1,10 +1,14 @@
-"""Seconds per phase of a step, measured without making the host wait for the device."""
+"""Seconds of work on a device.
+
+Those of the phases of a step are measured without making the host wait for the device."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -99,3 +103,20 @@ class DevicePhaseClock(PhaseClock):
         if means and num_sampled:
             means |= {phase: value / num_sampled for phase, value in sums.items() if phase != "data"}
         return means
+
+
+def synchronize(device: torch.device | None) -> None:
+    """Wait until the device has finished its work. A CPU has finished when a call returns."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed_seconds(run: Callable[[], Any], device: torch.device | None) -> float:
+    """Run work and return the seconds until the device has finished it.
+
+    The device should be idle before: earlier work would count too.
+    """
+    start = perf_counter()
+    run()
+    synchronize(device)
+    return perf_counter() - start

@@ -1,4 +1,4 @@
-"""When experts may change during a run, and by whose decision."""
+"""When experts may change during a run, and by whose decision; the one by rules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from experts.evolution.views import LayerView
+from experts.evolution.decisions import after_undo, decide, why_undo
+from experts.evolution.rules import EvolutionRules
+from experts.evolution.views import LayerView, PolicyState, RunView
 from experts.structure import Change, LayerStructure
 from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress
@@ -57,3 +59,28 @@ class EvolutionPlan:
     """Whether experts move and are copied; else the balancer only places newborn ones."""
     last_step: int | None = None
     """The step at which the run ends; None where that is not known. Moves must pay until then."""
+
+
+@dataclass(frozen=True)
+class RulesPolicy:
+    """Decides by rules. Its memory is in the state of evolution, so that a resumed run decides the same."""
+
+    rules: EvolutionRules
+    most_experts: int | None = None
+    """Experts per layer that fit into memory; None if it sets no limit."""
+
+    def decide(self, layers: Sequence[LayerView], state: EvolutionState, step: int) -> list[Change]:
+        view = RunView(step, tuple(state.losses), tuple(layers), self.most_experts)
+        decision = decide(view, _memory(state), self.rules)
+        state.policy = decision.state.to_json()
+        return list(decision.changes)
+
+    def why_undo(self, loss_before: float, loss_after: float) -> str | None:
+        return why_undo(loss_before, loss_after, self.rules)
+
+    def undone(self, layer_name: str, change: Change, state: EvolutionState, step: int) -> None:
+        state.policy = after_undo(_memory(state), layer_name, change, step, self.rules).to_json()
+
+
+def _memory(state: EvolutionState) -> PolicyState:
+    return PolicyState() if state.policy is None else PolicyState.from_json(state.policy)

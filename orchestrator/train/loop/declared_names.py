@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from orchestrator.config.metric import declared_metrics
-from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.record.files.log import Log
 from orchestrator.tasks.task import Task
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from experts.bank import ExpertBank
 from experts.expert_state import is_expert_parallel
-from orchestrator.config.optim import OptimSettings
+from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.errors import UserError
 from orchestrator.train.optim.adamw import AdamW
 from orchestrator.train.optim.adamw8bit import AdamW8bit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from experts.host_copy import to_host
-from orchestrator.config.optim import Schedule
+from orchestrator.config.sections.optim import Schedule
 from orchestrator.train.optim.adamw import AdamW
 from orchestrator.train.optim.weight_average import WeightAverage
 

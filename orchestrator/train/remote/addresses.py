@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.storage.address import as_url
 
 if TYPE_CHECKING:

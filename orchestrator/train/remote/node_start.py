@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from orchestrator.checkpoint.files import step_name
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.storage.local_files import replace_file

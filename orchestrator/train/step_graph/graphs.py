@@ -1,12 +1,14 @@
 """Steps that a graph repeats: one launch in place of the hundreds that Python makes.
 
 A graph is captured for a layout of batches that came several times. Other steps run as without graphs: the
-first ones, the short last batch of an epoch, and all of a run whose step cannot be captured."""
+first ones, the short last batch of an epoch, and all of a run whose step cannot be captured. A graph reads
+learning rates on the device, where they change from step to step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -23,7 +25,6 @@ from orchestrator.train.optim.optimizer import ScheduledOptimizer
 from orchestrator.train.step.totals import PackedTotals, Totals
 from orchestrator.train.step_graph.layout import copy_tensors, layout_of_step, map_tensors
 from orchestrator.train.step_graph.python_state import PythonState, host_generator_states
-from orchestrator.train.step_graph.rates import DeviceRates
 from orchestrator.train.step_graph.recorder import CaptureFailed, Recorder
 from orchestrator.train.strategies.base import Strategy
 
@@ -187,3 +188,40 @@ def with_data(batch: StepBatch, data: Sequence[Any]) -> StepBatch:
 
 def _identity(data: Any) -> Any:
     return data
+
+
+class DeviceRates:
+    """A tensor for the learning rate of each group; groups with one rate share it."""
+
+    def __init__(self, optimizer: ScheduledOptimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        peaks = optimizer.peak_rates
+        by_peak = {peak: torch.zeros((), device=device) for peak in peaks}
+        self._of_group = [by_peak[peak] for peak in peaks]
+        self._filled: list[float] = []
+
+    def fill(self) -> None:
+        """Take over the rates that the groups have now."""
+        rates = [float(group["lr"]) for group in self._optimizer.inner.param_groups]
+        if rates != self._filled:
+            for tensor, rate in dict(zip(self._of_group, rates, strict=True)).items():
+                tensor.fill_(rate)
+            self._filled = rates
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the optimizer read the tensors in place of numbers: in the capture of a graph."""
+        groups: list[dict[str, Any]] = self._optimizer.inner.param_groups
+        names = ("lr", "capturable")
+        before = [{name: group[name] for name in names if name in group} for group in groups]
+        self._optimizer.keeps_rates = True
+        try:
+            for group, tensor in zip(groups, self._of_group, strict=True):
+                group["lr"] = tensor
+                if "capturable" in group:
+                    group["capturable"] = True
+            yield
+        finally:
+            self._optimizer.keeps_rates = False
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from experts.placement.placement import check_placement, read_placement
-from orchestrator.config.parallel import PLACEMENTS
+from orchestrator.config.sections.parallel import PLACEMENTS
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts

@@ -21,13 +21,13 @@ from orchestrator.train.data.loading import LoaderOptions
 from orchestrator.train.data.opening import open_feed
 from orchestrator.train.data.steps import MicroBatch, StepBatch, as_dataset
 from orchestrator.train.device.batches import to_device
+from orchestrator.train.device.clock import timed_seconds
 from orchestrator.train.device.memory import (
     free_cached,
     is_out_of_memory,
     peak_memory,
     reset_peak,
 )
-from orchestrator.train.device.timing import timed_seconds
 from orchestrator.train.group.world import World
 from orchestrator.train.worker.batch_size import (
     BatchProbe,

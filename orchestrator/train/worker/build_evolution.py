@@ -19,8 +19,7 @@ from orchestrator.train.data.steps import Feed
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
 from orchestrator.train.evolution.engine import Evolution
-from orchestrator.train.evolution.plan import EvolutionPlan
-from orchestrator.train.evolution.policy import RulesPolicy
+from orchestrator.train.evolution.plan import EvolutionPlan, RulesPolicy
 from orchestrator.train.optim.muon import Muon
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build_model import ModelParts

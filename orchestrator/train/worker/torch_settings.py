@@ -12,8 +12,7 @@ import torch
 from orchestrator.config.settings import Config
 from orchestrator.plan.inventory.hardware import set_environment
 from orchestrator.plan.planning import Plan
-from orchestrator.train.device.host_memory import keep_freed_memory
-from orchestrator.train.device.memory import limit_memory
+from orchestrator.train.device.memory import keep_freed_memory, limit_memory
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.data.documents.finding import find_row_files
-from orchestrator.data.documents.opening import open_documents
+from orchestrator.data.documents.opening import find_row_files, open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.rows import BadRow, Row
 from orchestrator.errors import UserError

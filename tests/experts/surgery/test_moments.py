@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experts.structure import Change
 from experts.surgery.expert_transfer import StateSpec
-from experts.surgery.moments import added, halved
+from experts.surgery.optimizer_state import added, halved
 from experts.surgery.surgery import Surgery, change_layer
 from tests.support.moe.surgery import (
     Model,

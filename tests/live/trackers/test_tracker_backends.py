@@ -181,7 +181,7 @@ def test_a_folder_called_wandb_is_not_the_package(monkeypatch: pytest.MonkeyPatc
 def test_the_names_are_those_of_the_settings() -> None:
     from typing import get_args
 
-    from orchestrator.config.outputs import Tracker
+    from orchestrator.config.sections.outputs import Tracker
 
     assert tuple(FACTORIES) == get_args(Tracker)
     assert list(find_factories(FACTORIES)) == list(FACTORIES)

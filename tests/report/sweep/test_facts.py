@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.flags import read_flags
+from orchestrator.config.reading.flags import read_flags
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.sweep.facts import (
     edge_text,

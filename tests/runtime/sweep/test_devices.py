@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.config.space_parser import parse_space, points_space
-from orchestrator.config.sweep import Sweep
+from orchestrator.config.sweep.space_parser import parse_space, points_space
+from orchestrator.config.sweep.sweep import Sweep
 from orchestrator.errors import ResourceError
 from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.inventory.hardware import Inventory

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from orchestrator.config.space import Point, Space, point_key
-from orchestrator.config.space_parser import parse_space
+from orchestrator.config.sweep.space import Point, Space, point_key
+from orchestrator.config.sweep.space_parser import parse_space
 from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.sweep.optuna_search import OptunaSource
 from tests.runtime.sweep.test_search import make_searcher, run_all

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.config.settings import Config
-from orchestrator.config.space_parser import parse_space
+from orchestrator.config.sweep.space_parser import parse_space
 from orchestrator.runtime.sweep.planned_point import planned_point
 from orchestrator.trainer import Trainer
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.config.space import Point, Space
-from orchestrator.config.space_parser import parse_space, points_space
-from orchestrator.config.sweep import Sweep
+from orchestrator.config.sweep.space import Point, Space
+from orchestrator.config.sweep.space_parser import parse_space, points_space
+from orchestrator.config.sweep.sweep import Sweep
 from orchestrator.errors import UserError
 from orchestrator.record.files.ledger import LEDGER, Ledger, TrialRow, holds_sweep, read_sweep_record
 from orchestrator.runtime.sweep import run as run_module

@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.tune.search import Searcher
 
-from orchestrator.config.space import Point
-from orchestrator.config.space_parser import parse_space
+from orchestrator.config.sweep.space import Point
+from orchestrator.config.sweep.space_parser import parse_space
 from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.sweep.search import FixedPoints, Source, TrialRules, TrialSearcher
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.config.space import Point
+from orchestrator.config.sweep.space import Point
 from orchestrator.errors import OutOfMemory, UserError
 from orchestrator.measure.trial import TrialResult
 from orchestrator.record.files.ledger import TrialRow

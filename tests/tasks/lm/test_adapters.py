@@ -11,13 +11,13 @@ import torch
 from experts.bank import ExpertBank
 from experts.transformers.files.fingerprint import fingerprint
 from experts.transformers.lora.adapters import LoraOptions
-from orchestrator.config.model import ModelSettings
+from orchestrator.config.sections.model import ModelSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.reasons import trained_text
-from orchestrator.tasks.lm.adapters import lora_options
+from orchestrator.tasks.lm.building import lora_options
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.train.checkpoint.state import model_tensors
 from tests.support.lm.language_models import FilledLanguageModel, lm_config

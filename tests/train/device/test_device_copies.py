@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.train.device import device_copies
-from orchestrator.train.device.device_copies import MoveToDevice, start_copy
+from orchestrator.train.device import batches
+from orchestrator.train.device.batches import MoveToDevice, start_copy
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -47,6 +47,6 @@ def test_a_batch_without_memory_is_copied_when_it_is_fetched(monkeypatch: pytest
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(device_copies, "_copy_stream", lambda _: None)
+    monkeypatch.setattr(batches, "_copy_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: Stream())
     assert isinstance(start_copy([torch.ones(2)], GPU), MoveToDevice)

@@ -11,11 +11,11 @@ import threading
 import pytest
 import torch
 
-from orchestrator.train.device import host_memory
-from orchestrator.train.device.host_memory import keep_freed_memory
+from orchestrator.train.device import memory
+from orchestrator.train.device.memory import keep_freed_memory
 from orchestrator.types import MIB
 
-needs_glibc = pytest.mark.skipif(host_memory._glibc() is None, reason="only glibc has mallopt")
+needs_glibc = pytest.mark.skipif(memory._glibc() is None, reason="only glibc has mallopt")
 NUM_BLOCKS = 20
 BLOCK_BYTES = 8 * MIB
 
@@ -74,6 +74,6 @@ def resident_bytes() -> int:
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_glibc", lambda: None)
+    monkeypatch.setattr(memory, "_glibc", lambda: None)
     with keep_freed_memory(torch.device("cpu")):
-        host_memory.release_freed_memory()
+        memory.release_freed_memory()

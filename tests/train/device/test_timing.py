@@ -7,7 +7,7 @@ from time import sleep
 import pytest
 import torch
 
-from orchestrator.train.device.timing import synchronize, timed_seconds
+from orchestrator.train.device.clock import synchronize, timed_seconds
 
 
 def test_seconds_include_the_work() -> None:

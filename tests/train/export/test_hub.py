@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 
 from orchestrator.errors import UserError
-from orchestrator.train.export.hub import check_push, push
+from orchestrator.train.export.folder import check_push, push
 
 TOKEN = "hf_abracadabra"
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experts.bank import ExpertBank, ExpertForm
 from orchestrator.checkpoint.files import AVERAGE_SLOT
-from orchestrator.config.optim import OptimSettings
+from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.train.optim.adamw import AdamW

@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.checkpoint.files import load
 from orchestrator.checkpoint.store import CheckpointStore
-from orchestrator.config.reader import Resolved
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.run.run_dir import given_location

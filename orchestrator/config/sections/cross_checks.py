@@ -1,0 +1,272 @@
+"""Checks between sections: settings that exclude each other are refused, and the message names both."""
+
+from __future__ import annotations
+
+from orchestrator.config.sections.checks import listed
+from orchestrator.config.sections.data import BatchSettings, DataSettings
+from orchestrator.config.sections.evolution import EvolutionSettings
+from orchestrator.config.sections.model import ModelSettings, MoeSettings
+from orchestrator.config.sections.optim import OptimSettings
+from orchestrator.config.sections.parallel import ParallelSettings
+from orchestrator.errors import UserError
+
+_FIXED_BY_MODEL = (
+    "experts",
+    "expert_hidden_size",
+    "expert_kind",
+    "shared_expert_size",
+    "top_k",
+    "gate_scores",
+    "normalise_weights",
+    "gate_jitter",
+    "z_loss",
+    "capacity_factor",
+)
+"""Settings of MoE layers that a model of transformers has in its own configuration, or not at all."""
+
+
+def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
+    """Raise ValueError if ``gpu_mode``, ``workers``, ``devices`` and ``backend`` contradict each other."""
+    workers = parallel.workers
+    num_devices = len(parallel.devices)
+    devices = listed(parallel.devices)
+    if gpu_mode == "cpu" and num_devices:
+        raise ValueError(f"devices {devices} are GPUs, but gpu_mode is cpu; leave one of them out")
+    if gpu_mode == "cpu" and parallel.backend == "nccl":
+        raise ValueError(
+            "backend nccl works between GPUs, but gpu_mode is cpu; leave --backend out, or give gloo"
+        )
+    if gpu_mode == "single_gpu" and workers not in ("auto", 1):
+        raise ValueError(
+            f"gpu_mode single_gpu is one worker, but workers is {workers}; "
+            "leave one of them out, or give --gpu-mode multi_gpu"
+        )
+    if gpu_mode == "single_gpu" and num_devices > 1:
+        raise ValueError(
+            f"gpu_mode single_gpu takes one GPU, but devices names {num_devices} ({devices}); "
+            "leave one of them out"
+        )
+    if gpu_mode == "multi_gpu" and (workers == 1 or num_devices == 1):
+        found = "workers is 1" if workers == 1 else f"devices names one ({devices})"
+        raise ValueError(f"gpu_mode multi_gpu is two GPUs or more, but {found}; leave one of them out")
+    if num_devices and isinstance(workers, int) and workers > num_devices:
+        raise ValueError(
+            f"workers is {workers}, one GPU each, but devices names {num_devices} ({devices}); "
+            "lower --workers or name more"
+        )
+
+
+def check_settings_of_task(task: str, model: ModelSettings, data: DataSettings) -> None:
+    """Raise UserError if another built-in task has settings of the task lm.
+
+    Not a check of each Config: flags of a resumed run are read before its task is known."""
+    if task not in ("digits", "text", "synthetic"):
+        return
+    given = {
+        "model": model.model,
+        "lora": model.lora,
+        "data": data.data,
+        "data_weights": data.data_weights,
+        "validation_data": data.validation_data,
+    }
+    names = [name for name, value in given.items() if value]
+    if names:
+        verb = "belongs" if len(names) == 1 else "belong"
+        raise UserError(
+            f"{', '.join(names)} {verb} to the task lm, but task is {task}; give --task lm as well"
+        )
+
+
+def check_language_model(task: str, model: ModelSettings, moe: MoeSettings) -> None:
+    """Raise ValueError if the task lm has sizes, which the configuration of its model has."""
+    if task != "lm":
+        return
+    sections = ((model, ("width", "layers", "vocabulary")), (moe, _FIXED_BY_MODEL))
+    names = [
+        name
+        for section, settings in sections
+        for name in settings
+        if getattr(section, name) != getattr(type(section)(), name)
+    ]
+    if names:
+        verb = "is" if len(names) == 1 else "are"
+        raise ValueError(
+            f"{', '.join(names)} {verb} given, but for task lm the configuration of --model decides; "
+            f"leave {'it' if len(names) == 1 else 'them'} out"
+        )
+
+
+def check_has_documents(task: str, data: DataSettings) -> None:
+    """Raise UserError if the task lm is to be trained without data."""
+    if task == "lm" and not data.data:
+        raise UserError("the task lm needs --data: JSONL, Parquet, text or token files, or a data set's id")
+
+
+def check_batch_product(gpu_mode: str, parallel: ParallelSettings, batch: BatchSettings) -> None:
+    """Raise ValueError if batch size × accumulation × workers is not the global batch size; all
+    must be given."""
+    size = batch.batch_size
+    accumulation = batch.accumulation_steps
+    global_size = batch.global_batch_size
+    if not isinstance(size, int) or accumulation is None or global_size is None:
+        return
+    data_ranks = parallel.workers
+    ranks_text = f"workers {parallel.workers}"
+    if gpu_mode == "single_gpu":
+        data_ranks = 1
+        ranks_text = "workers 1"
+    if parallel.parallel_strategy == "expert_parallel" and parallel.gate == "primary":
+        data_ranks = 1
+        ranks_text = "1, as gate primary keeps the batch on one host,"
+    product = f"batch_size {size} × accumulation_steps {accumulation} × {ranks_text}"
+    if data_ranks == "auto":
+        raise ValueError(
+            f"{product} may or may not be global_batch_size {global_size}; "
+            "give two of the three sizes, or --workers N"
+        )
+    total = size * accumulation * data_ranks
+    if total != global_size:
+        raise ValueError(
+            f"{product} is {total}, not global_batch_size {global_size}; give two of the three sizes"
+        )
+
+
+def check_strategy(
+    parallel: ParallelSettings, batch: BatchSettings, moe: MoeSettings, evolution: EvolutionSettings
+) -> None:
+    """Raise ValueError for settings that the requested strategy cannot serve.
+
+    With ``parallel_strategy auto`` the plan takes a strategy that can.
+    """
+    if parallel.parallel_strategy == "expert_parallel":
+        unfit = needs_data_parallel(parallel, batch)
+        if unfit is not None:
+            setting, reason = unfit
+            raise ValueError(
+                f"{setting} works with data_parallel, but parallel_strategy is expert_parallel: {reason}; "
+                "leave one of them out"
+            )
+        if moe.experts == 0:
+            raise ValueError(
+                "experts is 0, a dense model, but parallel_strategy is expert_parallel, "
+                "which shares out experts; "
+                "raise --experts, or give --parallel-strategy data_parallel"
+            )
+    setting = _needs_expert_parallel(parallel, evolution)
+    if parallel.parallel_strategy == "data_parallel" and setting:
+        raise ValueError(
+            f"{setting} works with expert_parallel, but parallel_strategy is data_parallel: "
+            "every worker has all "
+            "experts and its own gate; leave it out, or give --parallel-strategy expert_parallel"
+        )
+
+
+def needs_data_parallel(parallel: ParallelSettings, batch: BatchSettings) -> tuple[str, str] | None:
+    """Return a requested setting that works only if every worker has the whole model, and why;
+    None without one."""
+    only_experts = "experts are divided there"
+    without_ddp = "gradients are summed without DDP there"
+    candidates = (
+        (
+            f"sharding {parallel.sharding}",
+            _shards_whole_model(parallel),
+            "it shards the dense part alone there",
+        ),
+        ("cpu_offload", parallel.cpu_offload, only_experts),
+        ("sync_batchnorm", parallel.sync_batchnorm, "its hosts keep their own statistics"),
+        ("static_graph", parallel.static_graph, without_ddp),
+        ("find_unused_parameters", parallel.find_unused_parameters, without_ddp),
+        ("no gradient_as_bucket_view", not parallel.gradient_as_bucket_view, without_ddp),
+        ("batch_size auto", batch.batch_size == "auto", "whole models are measured, and it divides them"),
+    )
+    return next(((setting, reason) for setting, requested, reason in candidates if requested), None)
+
+
+def _shards_whole_model(parallel: ParallelSettings) -> bool:
+    """Return whether sharding of the whole model is requested: that of the dense part needs the strategy."""
+    return parallel.sharding in ("zero2", "zero3") and parallel.parallel_strategy != "expert_parallel"
+
+
+def _needs_expert_parallel(parallel: ParallelSettings, evolution: EvolutionSettings) -> str | None:
+    """Return a requested setting that has a meaning only between expert hosts; None without one."""
+    if parallel.gate == "primary":
+        return "gate primary"
+    if parallel.placement != "auto":
+        return f"placement {parallel.placement}"
+    if evolution.expert_replicas > 1:
+        return f"expert_replicas {evolution.expert_replicas}"
+    if evolution.rebalance == "on":
+        return "rebalance on"
+    if parallel.exchange_rows == "bounded":
+        return "exchange_rows bounded"
+    return None if parallel.exchange_chunks is None else f"exchange_chunks {parallel.exchange_chunks}"
+
+
+def check_evolution(evolution: EvolutionSettings, moe: MoeSettings, parallel: ParallelSettings) -> None:
+    """Raise ValueError for settings of evolution that the experts or the workers cannot serve."""
+    _check_replicas(evolution.expert_replicas, parallel)
+    if moe.experts:
+        check_expert_limits(evolution, moe.experts)
+    if evolution.evolution in ("auto", "off"):
+        return
+    if moe.experts == 0:
+        raise ValueError(
+            f"evolution is {evolution.evolution}, but experts is 0, a dense model; "
+            "raise --experts, or leave --evolution out"
+        )
+    divided = divides_experts(parallel)
+    if divided is not None:
+        raise ValueError(
+            f"evolution {evolution.evolution} changes whole experts, but {divided} divides their weights "
+            "among the workers; leave one of them out"
+        )
+
+
+def check_expert_limits(evolution: EvolutionSettings, experts: int) -> None:
+    """Raise ValueError unless a layer of so many experts lies within the limits of evolution."""
+    least = evolution.min_experts
+    most = evolution.max_experts
+    if least is not None and least > experts:
+        raise ValueError(
+            f"min_experts is {least}, but a layer begins with {experts} experts; "
+            f"give at most --min-experts {experts}, or raise --experts"
+        )
+    if most is not None and most < experts:
+        raise ValueError(
+            f"max_experts is {most}, but a layer begins with {experts} experts; "
+            f"give at least --max-experts {experts}, or lower --experts"
+        )
+
+
+def divides_experts(parallel: ParallelSettings) -> str | None:
+    """Return a requested setting that divides the weights of an expert; None without one."""
+    if parallel.sharding in ("zero2", "zero3"):
+        return f"sharding {parallel.sharding}"
+    return "cpu_offload" if parallel.cpu_offload else None
+
+
+def _check_replicas(replicas: int, parallel: ParallelSettings) -> None:
+    workers = parallel.workers
+    if replicas > 1 and parallel.gate == "primary":
+        raise ValueError(
+            f"expert_replicas {replicas} and gate primary contradict each other: the first host's group "
+            "would have all tokens; leave one of them out"
+        )
+    if isinstance(workers, int) and workers % replicas:
+        raise ValueError(
+            f"expert_replicas is {replicas}, but workers is {workers}; "
+            "groups of equal size are needed: give numbers that divide evenly"
+        )
+
+
+def check_optimizer(optim: OptimSettings, parallel: ParallelSettings, evolution: EvolutionSettings) -> None:
+    """Raise ValueError where the optimizer's state cannot follow experts that change, or sharded weights."""
+    changes = f"evolution {evolution.evolution}" if evolution.evolution in ("cautious", "bold") else None
+    changes = changes or ("rebalance on" if evolution.rebalance == "on" else None)
+    if optim.optimizer == "adamw8bit" and changes is not None:
+        raise ValueError(
+            f"adamw8bit keeps the averages of experts in codes, which cannot follow experts that change, but "
+            f"{changes} is given; leave one of them out, or use --optimizer adamw"
+        )
+    if optim.needs_whole_weights and parallel.sharding in ("zero2", "zero3"):
+        raise ValueError(f"{optim.optimizer} needs whole weights, and sharding divides them; leave one out")
