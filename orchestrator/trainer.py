@@ -34,9 +34,9 @@ from orchestrator.plan.inventory.hardware import (
 from orchestrator.plan.workers import (
     check_cpu,
     choose_backend,
-    choose_strategy,
     choose_workers,
     num_spares,
+    trains_in_process,
     uses_gpus,
     workers_flag,
 )
@@ -241,7 +241,7 @@ class Trainer:
         config = self.resolved.config
         if not workers_flag(config):
             hardware = self._take_inventory()
-            if choose_strategy(config, hardware, in_cluster()).value == "single":
+            if trains_in_process(config, hardware, in_cluster()):
                 return self._run_in_process(self._prepare(hardware, None))
         from orchestrator.run.run_dir import check_unused
         from orchestrator.train.strategies.placement_file import check_placement_file
@@ -289,7 +289,7 @@ class Trainer:
         task = evaluation.task(self._given_task(config), with_absolute_paths(config, Path.cwd()))
         if not workers_flag(config):
             hardware = self._take_inventory()
-            if choose_strategy(config, hardware, in_cluster()).value == "single":
+            if trains_in_process(config, hardware, in_cluster()):
                 return evaluation.run_in_process(self._prepare(hardware, None, task))
         from orchestrator.runtime.cluster.session import session
         from orchestrator.runtime.cluster.survey import survey
@@ -388,7 +388,7 @@ class Trainer:
         prepared = self._prepare(node, cluster)
         config = prepared.resolved.config
         check_start_checkpoint(config)
-        if prepared.plan.strategy.value == "expert_parallel":
+        if prepared.plan.strategy_facts.divides_experts:
             placement_file(config, prepared.facts, num_workers)
         with opened_run_dir(config, results_folder()) as run_dir:
             return self._training_run().on_workers(prepared, cluster, run_dir, start_s)

@@ -42,7 +42,7 @@ LAYERS = (
 """Packages of ``orchestrator`` from the lowest to the highest. A module imports from its own layer
 and from lower ones."""
 
-LEAVES = {"orchestrator.types", "orchestrator.errors", "orchestrator.interrupts", "orchestrator.redaction"}
+LEAVES = {f"orchestrator.{name}" for name in ("types", "errors", "interrupts", "redaction", "strategies")}
 _API_MODULES = ("trainer", "training_run", "preparation", "result", "weights", "sweeps", "evaluations")
 API = {"orchestrator"} | {f"orchestrator.{name}" for name in _API_MODULES}
 ENTRY_POINTS = {"orchestrator.__main__"}

@@ -82,7 +82,7 @@ def open_trial(
             reset_peak(world.device)
             host_of = None
             groups = plan.expert_replicas.value
-            if plan.strategy.value == "expert_parallel":
+            if plan.strategy_facts.divides_experts:
                 host_of = decide_placement(config, plan, facts, world, {}, [], groups=groups).host_of
             if plan.data_ranks < world.size:
                 world = world.with_data_on_main()

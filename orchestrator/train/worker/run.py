@@ -232,7 +232,7 @@ class WorkerRun:
 
     def _last_loads(self, prepared: PreparedRun, known: dict[str, Any]) -> list[dict[str, float]]:
         """Return the tokens per expert and layer as last seen, by the experts' ids."""
-        if prepared.plan.strategy.value != "expert_parallel" or self.world.size == 1:
+        if not prepared.plan.strategy_facts.divides_experts or self.world.size == 1:
             return []
         # A new run has no record yet: an old one in the same folder is not its own.
         last_loads = None
@@ -273,13 +273,13 @@ def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
     """Return the fields of the ``start`` event."""
     plan = prepared.plan
     world = training.stepper.world
-    strategy = plan.strategy.value
+    strategy = plan.strategy_facts
     fields: dict[str, Any] = {
         "version": VERSION,
         "task": prepared.resolved.config.task,
-        "strategy": strategy,
+        "strategy": strategy.name,
         "workers": world.size,
-        "device": str(world.device) if strategy == "single" else plan.device.value,
+        "device": str(world.device) if strategy.in_process else plan.device.value,
         "precision": plan.precision.value,
         "global_batch_size": plan.global_batch_size.value,
         "parameters": prepared.facts.parameters,
@@ -290,7 +290,7 @@ def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
     }
     if world.size > 1:
         fields |= {"backend": plan.backend.value, "sharding": plan.sharding.value}
-    if strategy == "expert_parallel":
+    if strategy.divides_experts:
         fields["gate"] = plan.gate.value
     if world.shares:
         fields["shares"] = list(world.shares)
