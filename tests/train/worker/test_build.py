@@ -20,6 +20,7 @@ from orchestrator.errors import UserError
 from orchestrator.record.files.events import EventLog, by_step, of_kind, read_events
 from orchestrator.train.group.world import World
 from orchestrator.train.loop.loop import Loop
+from orchestrator.train.strategies import building
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import persistent_buffers
 from orchestrator.train.strategies.ddp import DDPOptions
@@ -92,7 +93,7 @@ def test_each_setting_of_ddp_reaches_its_option(tmp_path: Path, monkeypatch: pyt
             super().__init__(model, task)
             given.append(options)
 
-    monkeypatch.setattr(build_model_module, "DDPStrategy", Recorded)
+    monkeypatch.setattr(building, "DDPStrategy", Recorded)
     config = Config.of(
         bucket_cap_mb=7, static_graph=True, gradient_as_bucket_view=False, broadcast_buffers="on", workers=2
     )
