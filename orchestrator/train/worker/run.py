@@ -122,8 +122,32 @@ class WorkerRun:
         self._began_s = 0.0
 
     def __enter__(self) -> Self:
+        opened_at = time.time()
         with ExitStack() as stack:  # closes what is open already if a later part fails
-            self._open(stack)
+            saved = self._saved_experts()
+            experts = self._complete_plan(saved)
+            supervision = self._supervision
+            worker = WorkerContext(
+                self.prepared,
+                self.world,
+                self.run_dir,
+                self.log,
+                supervision.heartbeat,
+                supervision.open_store,
+            )
+            try:
+                training = build_training(worker, experts, self._resume, supervision.snapshots)
+            except OtherExperts as other:
+                # The newest checkpoint was damaged, and an older one with other experts took its place.
+                saved = other.saved
+                experts = place_experts(self.prepared, self.world, {}, saved, [], "other experts")
+                training = build_training(worker, experts, self._resume, supervision.snapshots)
+            self._record_start(training, experts, saved, time.time() - opened_at)
+            # The stack closes in reverse order: the loop, its observers, then the parts it trains with.
+            stack.callback(training.close)
+            self.loop = Loop(training, self._start_observers(stack, training.stepper.strategy))
+            stack.callback(self.loop.close)
+            self._began_s = perf_counter()
             self._stack = stack.pop_all()
         return self
 
@@ -154,48 +178,28 @@ class WorkerRun:
         )
         return outcome
 
-    def _open(self, stack: ExitStack) -> None:
-        opened_at = time.time()
-        saved = self._saved_experts()
-        experts = self._complete_plan(saved)
-        try:
-            training = self._build_training(experts)
-        except OtherExperts as other:
-            # The newest checkpoint was damaged, and an older one with other experts took its place.
-            saved = other.saved
-            experts = place_experts(self.prepared, self.world, {}, saved, [], "other experts")
-            training = self._build_training(experts)
-        # From it the driver learns when the workers of a restarted run had formed their group.
-        build_seconds = time.time() - opened_at
+    def _record_start(
+        self, training: Training, experts: PlacedExperts, saved: SavedExperts | None, build_seconds: float
+    ) -> None:
+        """Record the start, the settings that have changed, and where the experts are."""
+        # From the seconds the driver learns when the workers of a restarted run had formed their group.
         start_fields = _start_fields(self.prepared, training)
         self.log.write("start", **start_fields, build_seconds=build_seconds)
+        step = training.progress.step
         # Workers that restart after a failure change nothing.
         if self.prepared.changes and self._resume is None:
             changes = [change.event() for change in self.prepared.changes]
-            self.log.write("settings", step=training.progress.step, changes=changes)
+            self.log.write("settings", step=step, changes=changes)
         if experts.decision is not None:
-            step = training.progress.step
             facts = facts_with_experts(self.prepared.facts, saved)
             layers = structure_of(training.stepper.strategy.model)
             self.log.write("placement", step=step, **placement_fields(experts.decision, facts, layers))
-        # The stack closes in reverse order: the loop, its observers, then the parts it trains with.
-        stack.callback(training.close)
-        self.loop = Loop(training, self._start_observers(stack, training.stepper.strategy))
-        stack.callback(self.loop.close)
-        self._began_s = perf_counter()
 
     def _saved_experts(self) -> SavedExperts | None:
         """Return the experts of the state to start from."""
         store = self._supervision.open_store(self.run_dir / "checkpoints", repair=False)
         start = StartPoint(store, self.world, self.log, self._supervision.heartbeat.advance)
         return saved_experts_to_start_with(self.prepared.resolved.config, start, self._resume)
-
-    def _build_training(self, experts: PlacedExperts) -> Training:
-        supervision = self._supervision
-        worker = WorkerContext(
-            self.prepared, self.world, self.run_dir, self.log, supervision.heartbeat, supervision.open_store
-        )
-        return build_training(worker, experts, self._resume, supervision.snapshots)
 
     def _complete_plan(self, saved: SavedExperts | None) -> PlacedExperts:
         """Complete the plan with what only the workers can measure, and write it to the run folder.
