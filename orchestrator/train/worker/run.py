@@ -218,12 +218,7 @@ class WorkerRun:
         if experts.decision is not None:
             placement_fields = experts.decision.saved_fields(config.parallel.placement)
         known |= placement_fields
-        if prepared.plan.data_ranks < self.world.size:
-            # With --gate primary the main host has the whole batch, and there is nothing to share.
-            self.world = self.world.with_data_on_main()
-            device_speeds: dict[str, float] = {}
-        else:
-            self.world, device_speeds = assign_shares(config, prepared.plan, self.world, known)
+        self.world, device_speeds = assign_shares(config, prepared.plan, self.world, known)
         if self.world.is_main:
             measured = {"device_speeds": device_speeds} | placement_fields
             write_config_and_plan(prepared, self.run_dir, measured)
