@@ -13,7 +13,7 @@ from orchestrator.plan.device import choose_device, choose_worker_device
 from orchestrator.plan.inventory.cluster import Cluster, chosen_gpus
 from orchestrator.plan.inventory.hardware import Inventory, in_cluster
 from orchestrator.plan.planning import plan
-from orchestrator.plan.workers import choose_strategy
+from orchestrator.plan.workers import trains_in_process
 
 if TYPE_CHECKING:
     from orchestrator.measure.tracing.fake_batches import TrainingData
@@ -61,7 +61,7 @@ def prepare_run(
 def _traced_device(config: Config, hardware: Inventory, cluster: Cluster | None) -> str:
     """Return the device for which the model is traced."""
     joined = cluster is not None and cluster.joined
-    if choose_strategy(config, hardware, joined or in_cluster()).value == "single":
+    if trains_in_process(config, hardware, joined or in_cluster()):
         return choose_device(config, hardware).value
     if not joined:
         hardware = replace(hardware, gpus=chosen_gpus(hardware, config.parallel.devices))

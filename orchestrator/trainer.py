@@ -34,9 +34,9 @@ from orchestrator.plan.inventory.hardware import (
 from orchestrator.plan.workers import (
     check_cpu,
     choose_backend,
-    choose_strategy,
     choose_workers,
     num_spares,
+    trains_in_process,
     uses_gpus,
     workers_flag,
 )
@@ -214,6 +214,27 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the end. Works in a notebook and inside a running event loop; ``fit_async``
         does not block it."""
+        with self._opened_run():
+            config = self.resolved.config
+            if not workers_flag(config):
+                hardware = self._take_inventory()
+                if trains_in_process(config, hardware, in_cluster()):
+                    return self._run_in_process(self._prepare(hardware, None))
+            from orchestrator.run.run_dir import check_unused
+            from orchestrator.train.strategies.placement_file import check_placement_file
+
+            # A cluster takes a while to start: checks that need none come first.
+            named = results_folder() / config.run.name if config.run.name else None
+            check_unused(config, config.run.run_dir or named)
+            check_placement_file(config)
+            from orchestrator.runtime.cluster.session import session
+
+            with session(config, self._screen.note) as joined:
+                return self._run_on_workers(joined)
+
+    @contextmanager
+    def _opened_run(self) -> Iterator[None]:
+        """Take the settings of the run, and open its screen, its callbacks and its metrics endpoint."""
         self._screen = Screen(quiet=self._quiet, secrets=secret_values())
         note = self._screen.note
         results = results_folder()
@@ -222,38 +243,17 @@ class Trainer:
             local_start(self.resolved, results, note) as self.resolved,
             remote_run(self.resolved, results, note) as (self.resolved, self._remote),
         ):
-            return self._fit()
-
-    def _fit(self) -> Result:
-        self._take_run_settings()
-        config = self.resolved.config
-        check_settings_of_task(config.task, config.model, config.data)
-        check_has_documents(config.task, config.data)
-        check_trackers(config.watch.trackers)
-        callbacks = load_callbacks(config, self._given_callbacks)
-        self._callbacks = CallbackRunner(callbacks, config.watch.callback_errors == "raise")
-        watch = config.watch
-        self._screen.log_every = watch.log_every
-        with metrics_endpoint(watch.metrics_address, watch.metrics_port, self._screen.note) as self._metrics:
-            return self._fit_watched()
-
-    def _fit_watched(self) -> Result:
-        config = self.resolved.config
-        if not workers_flag(config):
-            hardware = self._take_inventory()
-            if choose_strategy(config, hardware, in_cluster()).value == "single":
-                return self._run_in_process(self._prepare(hardware, None))
-        from orchestrator.run.run_dir import check_unused
-        from orchestrator.train.strategies.placement_file import check_placement_file
-
-        # A cluster takes a while to start: checks that need none come first.
-        named = results_folder() / config.run.name if config.run.name else None
-        check_unused(config, config.run.run_dir or named)
-        check_placement_file(config)
-        from orchestrator.runtime.cluster.session import session
-
-        with session(config, self._screen.note) as joined:
-            return self._run_on_workers(joined)
+            self._take_run_settings()
+            config = self.resolved.config
+            check_settings_of_task(config.task, config.model, config.data)
+            check_has_documents(config.task, config.data)
+            check_trackers(config.watch.trackers)
+            callbacks = load_callbacks(config, self._given_callbacks)
+            self._callbacks = CallbackRunner(callbacks, config.watch.callback_errors == "raise")
+            watch = config.watch
+            self._screen.log_every = watch.log_every
+            with metrics_endpoint(watch.metrics_address, watch.metrics_port, note) as self._metrics:
+                yield
 
     def evaluate(
         self,
@@ -289,7 +289,7 @@ class Trainer:
         task = evaluation.task(self._given_task(config), with_absolute_paths(config, Path.cwd()))
         if not workers_flag(config):
             hardware = self._take_inventory()
-            if choose_strategy(config, hardware, in_cluster()).value == "single":
+            if trains_in_process(config, hardware, in_cluster()):
                 return evaluation.run_in_process(self._prepare(hardware, None, task))
         from orchestrator.runtime.cluster.session import session
         from orchestrator.runtime.cluster.survey import survey
@@ -388,7 +388,7 @@ class Trainer:
         prepared = self._prepare(node, cluster)
         config = prepared.resolved.config
         check_start_checkpoint(config)
-        if prepared.plan.strategy.value == "expert_parallel":
+        if prepared.plan.strategy_facts.divides_experts:
             placement_file(config, prepared.facts, num_workers)
         with opened_run_dir(config, results_folder()) as run_dir:
             return self._training_run().on_workers(prepared, cluster, run_dir, start_s)

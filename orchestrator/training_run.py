@@ -118,7 +118,7 @@ class TrainingRun:
         plan = prepared.plan
         for line in resume_lines(self.resumed, prepared.changes, config.checkpoint.resume):
             self.screen.note(line)
-        unused = unused_settings(config, plan.strategy.value, prepared.facts)
+        unused = unused_settings(config, plan.strategy_facts, prepared.facts)
         thresholds = unused_thresholds(config, plan.evolution.value)
         for message in (unused, thresholds, loss_note(prepared.facts)):
             if message:
@@ -170,7 +170,7 @@ class TrainingRun:
 
 def _worker_group_type(prepared: PreparedRun) -> Any:
     """Return the class that starts and watches the workers of the plan's strategy."""
-    if prepared.plan.strategy.value == "expert_parallel":
+    if prepared.plan.strategy_facts.replaces_workers:
         from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
 
         return ExpertParallelRun

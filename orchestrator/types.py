@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 T = TypeVar("T")
-StrategyName = Literal["single", "data_parallel", "expert_parallel"]
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp8"]
 BF16_PRECISIONS = ("bf16", "fp8")
 """The precisions whose passes compute in bf16: fp8 is that of the experts' products alone."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from orchestrator.strategies import STRATEGIES
 from tests.support.docs.source_trees import (
     IMPORTS,
     MODULES,
@@ -42,7 +43,7 @@ LAYERS = (
 """Packages of ``orchestrator`` from the lowest to the highest. A module imports from its own layer
 and from lower ones."""
 
-LEAVES = {"orchestrator.types", "orchestrator.errors", "orchestrator.interrupts", "orchestrator.redaction"}
+LEAVES = {f"orchestrator.{name}" for name in ("types", "errors", "interrupts", "redaction", "strategies")}
 _API_MODULES = ("trainer", "training_run", "preparation", "result", "weights", "sweeps", "evaluations")
 API = {"orchestrator"} | {f"orchestrator.{name}" for name in _API_MODULES}
 ENTRY_POINTS = {"orchestrator.__main__"}
@@ -251,6 +252,23 @@ def test_the_environment_is_read_in_two_places_only() -> None:
     }
     assert not wrong, wrong
     assert reads_environment(ast.parse("import os\nx = os.environ['A']\ny = os.getenv('B')")) == [2, 3]
+
+
+def compared_strategies(tree: ast.AST) -> list[int]:
+    """Lines that compare something with the name of a strategy."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and any(isinstance(part, ast.Constant) and part.value in STRATEGIES for part in ast.walk(node))
+    ]
+
+
+def test_strategies_are_asked_for_their_facts_and_not_compared_by_name() -> None:
+    wrong = {name: lines for name, tree in TREES.items() if (lines := compared_strategies(tree))}
+    assert not wrong, wrong
+    assert compared_strategies(ast.parse("x = plan.strategy.value == 'single'\ny = 'a' == 'b'")) == [1]
+    assert compared_strategies(ast.parse("x = name not in (None, 'expert_parallel')")) == [1]
 
 
 PUBLIC = {"orchestrator", "experts.transformers"}

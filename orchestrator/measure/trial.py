@@ -82,12 +82,9 @@ def open_trial(
             reset_peak(world.device)
             host_of = None
             groups = plan.expert_replicas.value
-            if plan.strategy.value == "expert_parallel":
+            if plan.strategy_facts.divides_experts:
                 host_of = decide_placement(config, plan, facts, world, {}, [], groups=groups).host_of
-            if plan.data_ranks < world.size:
-                world = world.with_data_on_main()
-            else:
-                world = assign_shares(config, plan, world, {})[0]
+            world = assign_shares(config, plan, world, {})[0]
             parts = build_parts(config, plan, task, world, _refuse_degraded_steps, host_of, groups=groups)
             feed = build_feed(config, plan, task, world)
             yield ThroughputTrial(config, plan, task, world, parts, feed, limits)

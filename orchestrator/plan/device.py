@@ -9,6 +9,7 @@ from orchestrator.plan.inventory.cluster import chosen_gpus
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.workers import check_gpu_mode
+from orchestrator.strategies import StrategyFacts
 from orchestrator.types import GIB, Choice, Rejected, bytes_text
 
 _USABLE_RAM = 0.8  # share of the free RAM that the plan may use
@@ -94,9 +95,9 @@ def share_cores(inventory: Inventory, workers_on_node: int) -> Choice[int]:
     )
 
 
-def choose_threads(inventory: Inventory, strategy: str, cores: Choice[int]) -> Choice[int]:
+def choose_threads(inventory: Inventory, strategy: StrategyFacts, cores: Choice[int]) -> Choice[int]:
     """Choose a thread for each core of the worker, unless the user has set their number."""
     given = inventory.omp_threads
-    if strategy != "single" or given is None:
+    if not strategy.in_process or given is None:
         return cores
     return Choice(given, f"set by OMP_NUM_THREADS={given}")

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.config.sections.cross_checks import needs_data_parallel
+from orchestrator.config.sections.cross_checks import refused_setting, settings_of_strategy
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
 from orchestrator.plan.evolution import choose_replicas
 from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.plan.workers import choose_dense_sharding, one_sample_memory
+from orchestrator.strategies import DATA_PARALLEL, EXPERT_PARALLEL, STRATEGIES, StrategyFacts, StrategyName
 from orchestrator.types import (
     BF16_PRECISIONS,
     NOT_USED,
     Choice,
     Rejected,
-    StrategyName,
     bytes_text,
     count_text,
 )
@@ -40,7 +40,8 @@ def settle_strategy(
     divided, if that helps more than sharding would, where workers ``may_shard``. Experts with a capacity
     are always divided.
     """
-    if strategy.value == "expert_parallel" and not facts.experts:
+    divides_experts = STRATEGIES[strategy.value].divides_experts
+    if divides_experts and not facts.experts:
         raise UserError(
             f"--parallel-strategy expert_parallel divides the experts of a model, and this model "
             f"has none: all "
@@ -49,13 +50,13 @@ def settle_strategy(
             f"or add experts: --experts N for the built-in tasks, MoELayer (experts/layer.py) in "
             f"your own model"
         )
-    if strategy.value == "data_parallel" and facts.limits_capacity and workers > 1:
+    if not divides_experts and facts.limits_capacity and workers > 1:
         return _divide_for_capacity(config, strategy)
-    if strategy.value != "data_parallel" or config.parallel.parallel_strategy != "auto":
+    if divides_experts or config.parallel.parallel_strategy != "auto":
         return strategy
     why_not = _why_not_expert_parallel(config, facts, workers, limit_bytes, may_shard)
     if why_not:
-        return replace(strategy, rejected=(*strategy.rejected, Rejected("expert_parallel", why_not)))
+        return replace(strategy, rejected=(*strategy.rejected, Rejected(EXPERT_PARALLEL.name, why_not)))
     replica = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers))
     on_hosts = _on_hosts(config, facts, workers, limit_bytes, may_shard)
     divided = one_sample_memory(config, facts, limit_bytes, on_hosts)
@@ -66,8 +67,8 @@ def settle_strategy(
     plain = estimate_memory(facts, 1, False, limit_bytes, ModelSharding(workers))
     recomputed = " with recomputed activations" if replica.total < plain.total else ""
     needed = f"one sample would need {bytes_text(replica.total)}{recomputed}"
-    data_parallel = Rejected("data_parallel", f"with a copy on every worker {needed}")
-    return Choice("expert_parallel", reason, (data_parallel, *strategy.rejected))
+    data_parallel = Rejected(DATA_PARALLEL.name, f"with a copy on every worker {needed}")
+    return Choice(EXPERT_PARALLEL.name, reason, (data_parallel, *strategy.rejected))
 
 
 def _divide_for_capacity(config: Config, strategy: Choice[StrategyName]) -> Choice[StrategyName]:
@@ -76,16 +77,16 @@ def _divide_for_capacity(config: Config, strategy: Choice[StrategyName]) -> Choi
     The capacity is a share of the tokens of all workers. Expert hosts exchange their counts;
     data-parallel workers do not wait for each other in a layer."""
     own_tokens = "each worker would limit the experts by its own tokens, and drop others than one process"
-    conflict = needs_data_parallel(config.parallel, config.batch)
+    conflict = refused_setting(EXPERT_PARALLEL, config.parallel, config.batch)
     if config.parallel.parallel_strategy != "auto" or not config.run.auto or conflict:
         needed_by = f", which {conflict[0]} needs" if conflict else ""
         raise UserError(
             f"the experts have a capacity (--capacity-factor), and the workers are data-parallel{needed_by}: "
             f"{own_tokens}. Use --parallel-strategy expert_parallel or --workers 1, or leave the capacity out"
         )
-    data_parallel = Rejected("data_parallel", own_tokens)
+    data_parallel = Rejected(DATA_PARALLEL.name, own_tokens)
     reason = f"{strategy.reason}; a capacity of experts counts the tokens of all workers"
-    return Choice("expert_parallel", reason, (data_parallel, *strategy.rejected))
+    return Choice(EXPERT_PARALLEL.name, reason, (data_parallel, *strategy.rejected))
 
 
 def _why_not_expert_parallel(
@@ -98,9 +99,9 @@ def _why_not_expert_parallel(
         return "one worker would host all experts"
     if not config.run.auto:
         return "--no-auto does not choose it: set it with --parallel-strategy expert_parallel"
-    conflicts = needs_data_parallel(config.parallel, config.batch)
-    if conflicts:
-        return f"{conflicts[0]} works with data_parallel only"
+    conflict = refused_setting(EXPERT_PARALLEL, config.parallel, config.batch)
+    if conflict:
+        return f"{conflict[0]} works with data_parallel only"
     usable = bytes_text(limit_bytes)
     replica = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers))
     if replica.fits:
@@ -138,33 +139,22 @@ def _on_hosts(
     return replace(on_hosts, dense=dense.value)
 
 
-def why_unused(strategy: StrategyName, facts: ModelFacts) -> str | None:
+def why_unused(strategy: StrategyFacts, facts: ModelFacts) -> str | None:
     """Return why the settings of expert parallelism have no effect in this run; None if they have
     one."""
-    if strategy == "expert_parallel":
+    if strategy.divides_experts:
         return None
-    if not facts.experts:
-        return f"{NOT_USED}the model has no experts"
-    if strategy == "single":
-        return f"{NOT_USED}one process has all experts"
-    return f"{NOT_USED}every worker has all experts"
+    return NOT_USED + (strategy.whole_experts if facts.experts else "the model has no experts")
 
 
-def unused_settings(config: Config, strategy: StrategyName, facts: ModelFacts) -> str | None:
+def unused_settings(config: Config, strategy: StrategyFacts, facts: ModelFacts) -> str | None:
     """Return a message about given settings of expert parallelism that have no effect; None if
     there are none."""
-    parallel = config.parallel
     unused = why_unused(strategy, facts)
-    settings = (
-        ("--gate", parallel.gate, "replicated"),
-        ("--placement", parallel.placement, "auto"),
-        ("--exchange-chunks", parallel.exchange_chunks, None),
-        ("--exchange-rows", parallel.exchange_rows, "counted"),
-        ("--spares", parallel.spares, 0),
-        ("--expert-replicas", config.evolution.expert_replicas, 1),
-        ("--rebalance", "on" if config.evolution.rebalance == "on" else "auto", "auto"),
-    )
-    given = [f"{flag} {value}" for flag, value, default in settings if value != default]
+    settings = settings_of_strategy(EXPERT_PARALLEL, config.parallel, config.evolution)
+    given = [f"--{setting.replace('_', '-')} {value}" for setting, value in settings]
+    if config.parallel.spares:
+        given.append(f"--spares {config.parallel.spares}")
     if not given or unused is None:
         return None
     instead = "; for several hosts add --parallel-strategy expert_parallel" if facts.experts else ""

@@ -52,7 +52,8 @@ from orchestrator.plan.schedule import (
 from orchestrator.plan.snapshots import NodeMemory, checkpoint_memory, choose_snapshots, snapshot_memory
 from orchestrator.plan.worker_setup import WorkerSetup, single_process, worker_group
 from orchestrator.plan.workers import choose_strategy
-from orchestrator.types import Choice, PrecisionName, StrategyName
+from orchestrator.strategies import STRATEGIES, StrategyFacts, StrategyName
+from orchestrator.types import Choice, PrecisionName
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,11 @@ class Plan:
     def data_ranks(self) -> int:
         """Workers that hold a share of the batch: all of them, or the first alone under a primary
         gate."""
-        primary = self.strategy.value == "expert_parallel" and self.gate.value == "primary"
-        return 1 if primary else self.workers.value
+        return 1 if self.gate.value == "primary" else self.workers.value
+
+    @property
+    def strategy_facts(self) -> StrategyFacts:
+        return STRATEGIES[self.strategy.value]
 
     def choices(self) -> dict[str, Choice[Any]]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -138,7 +142,7 @@ def plan(
     facts = with_memory_settings(config, facts)
     growth = Growth.of(config, facts)
     strategy = choose_strategy(config, inventory, in_cluster or joined, cluster)
-    if strategy.value == "single":
+    if STRATEGIES[strategy.value].in_process:
         setup = single_process(config, inventory, strategy)
     else:
         # All further choices see only the GPUs of --devices; a joined cluster assigns its own.
@@ -184,7 +188,7 @@ def _complete_plan(
     if precision.value == "fp8":
         check_fp8_model(growth.largest)
     facts = with_weight_copies(config, growth.largest, count, device, precision.value)
-    strategy = setup.strategy.value
+    strategy = STRATEGIES[setup.strategy.value]
     model_sharding = setup.model_sharding
     gpu = gpu_of(inventory, device) if device != "cpu" else None
     gpu_memory = gpu.memory_total if gpu else None
@@ -199,9 +203,9 @@ def _complete_plan(
     unused = why_unused(strategy, facts)
     # Under a primary gate the tokens of one data rank are spread over all hosts.
     tokens_per_host = batch * model_sharding.data_ranks * facts.units_per_sample // count
-    model_is_divided = strategy == "expert_parallel" or setup.sharding.value != "none"
+    model_is_divided = strategy.divides_experts or setup.sharding.value != "none"
     compilation = choose_compile(config, facts, model_is_divided, gpu, flops, steps.value)
-    if strategy == "expert_parallel" and compilation.value and recompute:
+    if strategy.divides_experts and compilation.value and recompute:
         raise UserError(
             "--compile and recomputed activations do not go together on expert hosts, and activations are "
             f"recomputed ({batching.recompute.reason}); leave --compile out, or give "

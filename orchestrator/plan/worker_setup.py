@@ -22,7 +22,8 @@ from orchestrator.plan.workers import (
     num_spares,
     uses_gpus,
 )
-from orchestrator.types import NOT_USED, Choice, StrategyName
+from orchestrator.strategies import STRATEGIES, StrategyName
+from orchestrator.types import NOT_USED, Choice
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def worker_group(
     may_shard = on_gpu and not evolves
     strategy = settle_strategy(config, facts, strategy, count, limit_bytes, may_shard)
     backend = choose_backend(config, on_gpu, count)
-    if strategy.value == "expert_parallel":
+    if STRATEGIES[strategy.value].divides_experts:
         on_hosts = divided_experts(config, count)
         sharding = choose_dense_sharding(config, facts, on_hosts, limit_bytes, may_shard)
         copies = on_hosts.copies or (evolves and config.evolution.rebalance == "auto")

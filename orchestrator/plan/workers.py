@@ -17,7 +17,8 @@ from orchestrator.plan.estimate import (
 from orchestrator.plan.inventory.cluster import Cluster, chosen_gpus
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.reasons import NO_AUTO
-from orchestrator.types import Choice, Rejected, StrategyName, bytes_text
+from orchestrator.strategies import STRATEGIES, StrategyName
+from orchestrator.types import Choice, Rejected, bytes_text
 
 _SHARDING_FORMS: tuple[ShardingForm, ...] = ("none", "zero2", "zero3")
 _WORKER_BYTES = 300 * 2**20  # of a process with Ray and torch, before it has a model
@@ -39,8 +40,7 @@ def choose_strategy(
     """
     flag = workers_flag(config)
     if flag:
-        expert_parallel = config.parallel.parallel_strategy == "expert_parallel"
-        return Choice("expert_parallel" if expert_parallel else "data_parallel", f"set by {flag}")
+        return Choice(config.parallel.asked_strategy.name, f"set by {flag}")
     if config.parallel.workers == 1:
         return Choice("single", "set by --workers 1", (_DATA_PARALLEL,))
     if config.device.gpu_mode in ("cpu", "single_gpu"):
@@ -62,6 +62,11 @@ def choose_strategy(
     else:
         reason = "one GPU was found"
     return Choice("single", reason, (Rejected("data_parallel", "needs two GPUs or more"),))
+
+
+def trains_in_process(config: Config, inventory: Inventory, in_cluster: bool) -> bool:
+    """Return whether the run trains in this process, without workers."""
+    return STRATEGIES[choose_strategy(config, inventory, in_cluster).value].in_process
 
 
 def workers_flag(config: Config) -> str | None:
@@ -132,7 +137,7 @@ def choose_workers(config: Config, cluster: Cluster, inventory: Inventory) -> Ch
 
 def num_spares(config: Config) -> int:
     """Return the number of standby hosts, each with a device of its own."""
-    return config.parallel.spares if config.parallel.parallel_strategy == "expert_parallel" else 0
+    return config.parallel.spares if config.parallel.asked_strategy.replaces_workers else 0
 
 
 def _given_workers(

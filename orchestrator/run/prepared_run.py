@@ -172,7 +172,7 @@ def _data_text(facts: ModelFacts) -> str:
 
 
 def _processes_text(plan: Plan) -> str:
-    if plan.strategy.value == "single":
+    if plan.strategy_facts.in_process:
         return "1 (strategy: single device)"
     sharding = f", {plan.sharding.value}" if plan.sharding.value != "none" else ""
     strategy = f"{plan.strategy.value}, {plan.backend.value}{sharding}"

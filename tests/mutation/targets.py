@@ -80,6 +80,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "orchestrator/train/strategies/base.py": ("strategies/test_ddp.py", _SILENT_GRADIENTS),
     "orchestrator/train/strategies/buckets.py": ("strategies/test_ddp.py",),
     "orchestrator/train/strategies/buffers.py": ("strategies/test_ddp.py",),
+    "orchestrator/train/strategies/building.py": ("worker/test_build.py",),
     "orchestrator/train/strategies/ddp.py": (_SILENT_GRADIENTS,),
     "orchestrator/train/strategies/expert_parallel.py": (_SILENT_GRADIENTS,),
     "orchestrator/train/strategies/fsdp.py": (_STEP_FP16,),

@@ -14,7 +14,8 @@ from orchestrator.plan.experts import choose_chunks, choose_kernel, settle_strat
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan
 from orchestrator.plan.reasons import NO_AUTO
-from orchestrator.types import GIB, Choice, StrategyName, bytes_text
+from orchestrator.strategies import DATA_PARALLEL, EXPERT_PARALLEL, SINGLE, StrategyName
+from orchestrator.types import GIB, Choice, bytes_text
 from tests.support.fakes.inventories import cluster, gpu, machine, model, planned
 
 CPU = machine()
@@ -367,23 +368,23 @@ def test_the_choices_of_expert_parallelism_are_in_the_json():
 
 def test_settings_without_effect_are_reported():
     given = Config.of(gate="primary", placement="round_robin", exchange_chunks=4)
-    message = unused_settings(given, "single", model())
+    message = unused_settings(given, SINGLE, model())
     assert message is not None
     assert message.startswith(
         "--gate primary, --placement round_robin, --exchange-chunks 4 are not used: one process "
         "has all experts; "
     )
     assert "--parallel-strategy expert_parallel" in message
-    one = unused_settings(Config.of(exchange_chunks=4), "data_parallel", model())
+    one = unused_settings(Config.of(exchange_chunks=4), DATA_PARALLEL, model())
     assert one is not None
     assert one.startswith("--exchange-chunks 4 is not used: every worker has all experts")
     assert unused_settings(
-        given, "single", DENSE
+        given, SINGLE, DENSE
     ) == "--gate primary, --placement round_robin, --exchange-chunks 4 are not used: " + (
         "the model has no experts"
     )
 
 
 def test_settings_with_effect_are_not_reported():
-    assert unused_settings(Config.of(gate="primary"), "expert_parallel", model()) is None
-    assert unused_settings(Config.of(), "single", model()) is None
+    assert unused_settings(Config.of(gate="primary"), EXPERT_PARALLEL, model()) is None
+    assert unused_settings(Config.of(), SINGLE, model()) is None

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from experts import bank as bank_module
 from experts.balance import moe_layers
 from experts.bank import ExpertBank
-from experts.group import Group
 from experts.kernels import grouped
 from experts.layer import MoELayer
 from experts.model import initialise
@@ -144,7 +143,7 @@ def accept_any_counts(patch: pytest.MonkeyPatch) -> None:
 def exchange_out_of_step(rank: int, size: int, store: str, ahead: int, plant: Plant | None) -> str:
     """Each host sends the other a row; the second is some exchanges ahead, and sends other counts."""
     with planted_world(rank, size, store, plant) as world:
-        exchange = GroupExchange(Group(rank, size, world.process_group))
+        exchange = GroupExchange(world.axis("expert"))
         exchange._num_exchanges = ahead * rank
         counts_NC = torch.tensor([[1 + 2 * ahead * rank], [1]])
 

@@ -9,6 +9,7 @@ from orchestrator.config.sections.model import ModelSettings, MoeSettings
 from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.config.sections.parallel import ParallelSettings
 from orchestrator.errors import UserError
+from orchestrator.strategies import STRATEGIES, StrategyFacts
 
 _FIXED_BY_MODEL = (
     "experts",
@@ -115,7 +116,7 @@ def check_batch_product(gpu_mode: str, parallel: ParallelSettings, batch: BatchS
     if gpu_mode == "single_gpu":
         data_ranks = 1
         ranks_text = "workers 1"
-    if parallel.parallel_strategy == "expert_parallel" and parallel.gate == "primary":
+    if parallel.asked_strategy.divides_experts and parallel.gate == "primary":
         data_ranks = 1
         ranks_text = "1, as gate primary keeps the batch on one host,"
     product = f"batch_size {size} × accumulation_steps {accumulation} × {ranks_text}"
@@ -138,68 +139,62 @@ def check_strategy(
 
     With ``parallel_strategy auto`` the plan takes a strategy that can.
     """
-    if parallel.parallel_strategy == "expert_parallel":
-        unfit = needs_data_parallel(parallel, batch)
-        if unfit is not None:
-            setting, reason = unfit
-            raise ValueError(
-                f"{setting} works with data_parallel, but parallel_strategy is expert_parallel: {reason}; "
-                "leave one of them out"
-            )
-        if moe.experts == 0:
-            raise ValueError(
-                "experts is 0, a dense model, but parallel_strategy is expert_parallel, "
-                "which shares out experts; "
-                "raise --experts, or give --parallel-strategy data_parallel"
-            )
-    setting = _needs_expert_parallel(parallel, evolution)
-    if parallel.parallel_strategy == "data_parallel" and setting:
+    if parallel.parallel_strategy == "auto":
+        return
+    asked = parallel.asked_strategy
+    refused = refused_setting(asked, parallel, batch)
+    if refused is not None:
+        setting, reason = refused
         raise ValueError(
-            f"{setting} works with expert_parallel, but parallel_strategy is data_parallel: "
-            "every worker has all "
-            "experts and its own gate; leave it out, or give --parallel-strategy expert_parallel"
+            f"{setting} works with data_parallel, but parallel_strategy is {asked.name}: {reason}; "
+            "leave one of them out"
         )
+    if asked.divides_experts and moe.experts == 0:
+        raise ValueError(
+            f"experts is 0, a dense model, but parallel_strategy is {asked.name}, which shares out experts; "
+            "raise --experts, or give --parallel-strategy data_parallel"
+        )
+    for owner in STRATEGIES.values():
+        own = settings_of_strategy(owner, parallel, evolution)
+        if own and owner is not asked:
+            raise ValueError(
+                f"{_setting_text(*own[0])} works with {owner.name}, but parallel_strategy is {asked.name}: "
+                f"{asked.whole_experts} and its own gate; leave it out, or give --parallel-strategy "
+                f"{owner.name}"
+            )
 
 
-def needs_data_parallel(parallel: ParallelSettings, batch: BatchSettings) -> tuple[str, str] | None:
-    """Return a requested setting that works only if every worker has the whole model, and why;
-    None without one."""
-    only_experts = "experts are divided there"
-    without_ddp = "gradients are summed without DDP there"
-    candidates = (
-        (
-            f"sharding {parallel.sharding}",
-            _shards_whole_model(parallel),
-            "it shards the dense part alone there",
-        ),
-        ("cpu_offload", parallel.cpu_offload, only_experts),
-        ("sync_batchnorm", parallel.sync_batchnorm, "its hosts keep their own statistics"),
-        ("static_graph", parallel.static_graph, without_ddp),
-        ("find_unused_parameters", parallel.find_unused_parameters, without_ddp),
-        ("no gradient_as_bucket_view", not parallel.gradient_as_bucket_view, without_ddp),
-        ("batch_size auto", batch.batch_size == "auto", "whole models are measured, and it divides them"),
-    )
-    return next(((setting, reason) for setting, requested, reason in candidates if requested), None)
+def refused_setting(
+    strategy: StrategyFacts, parallel: ParallelSettings, batch: BatchSettings
+) -> tuple[str, str] | None:
+    """Return a requested setting that a strategy cannot serve, and why; None without one."""
+    is_asked = parallel.parallel_strategy == strategy.name
+    for refusal in strategy.refusals:
+        section = parallel if hasattr(parallel, refusal.setting) else batch
+        value = getattr(section, refusal.setting)
+        if value in refusal.values and not (is_asked and refusal.unless_asked):
+            return _setting_text(refusal.setting, value), refusal.reason
+    return None
 
 
-def _shards_whole_model(parallel: ParallelSettings) -> bool:
-    """Return whether sharding of the whole model is requested: that of the dense part needs the strategy."""
-    return parallel.sharding in ("zero2", "zero3") and parallel.parallel_strategy != "expert_parallel"
+def settings_of_strategy(
+    strategy: StrategyFacts, parallel: ParallelSettings, evolution: EvolutionSettings
+) -> list[tuple[str, object]]:
+    """Return the requested settings, with their values, that have an effect with a strategy alone."""
+    given: list[tuple[str, object]] = []
+    for setting, idle in strategy.own_settings.items():
+        section = parallel if hasattr(parallel, setting) else evolution
+        value = getattr(section, setting)
+        if value not in idle:
+            given.append((setting, value))
+    return given
 
 
-def _needs_expert_parallel(parallel: ParallelSettings, evolution: EvolutionSettings) -> str | None:
-    """Return a requested setting that has a meaning only between expert hosts; None without one."""
-    if parallel.gate == "primary":
-        return "gate primary"
-    if parallel.placement != "auto":
-        return f"placement {parallel.placement}"
-    if evolution.expert_replicas > 1:
-        return f"expert_replicas {evolution.expert_replicas}"
-    if evolution.rebalance == "on":
-        return "rebalance on"
-    if parallel.exchange_rows == "bounded":
-        return "exchange_rows bounded"
-    return None if parallel.exchange_chunks is None else f"exchange_chunks {parallel.exchange_chunks}"
+def _setting_text(setting: str, value: object) -> str:
+    """Return a setting as messages name it: ('gate', 'primary') -> 'gate primary'."""
+    if isinstance(value, bool):
+        return setting if value else f"no {setting}"
+    return f"{setting} {value}"
 
 
 def check_evolution(evolution: EvolutionSettings, moe: MoeSettings, parallel: ParallelSettings) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.config.sections.checks import Switch, at_least, listed
+from orchestrator.strategies import DATA_PARALLEL, STRATEGIES, StrategyFacts
 
 ParallelStrategy = Literal["auto", "data_parallel", "expert_parallel"]
 Backend = Literal["auto", "nccl", "gloo"]
@@ -90,6 +91,11 @@ class ParallelSettings:
     local always starts one; HOST:PORT joins that one."""
     nccl_debug: bool = False
     """Write NCCL's messages to the workers' logs."""
+
+    @property
+    def asked_strategy(self) -> StrategyFacts:
+        """The strategy that was asked for; with auto data parallel, until the model is known."""
+        return STRATEGIES.get(self.parallel_strategy, DATA_PARALLEL)
 
     def step_timeout_s(self, hosts: bool) -> int:
         """Return how long workers, or with ``hosts`` expert hosts, may wait for each other in a step."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.group import Group
 from orchestrator.measure.calibration.fit import fit_link
 from orchestrator.plan.cost.machine import Interconnect, LinkKind
 from orchestrator.train.device.clock import synchronize, timed_seconds
@@ -29,7 +28,7 @@ def measured_links(world: World, kind: LinkKind) -> Interconnect:
     The size of an all-to-all counts the bytes that leave a device: for two workers, half of the
     tensor.
     """
-    group = Group(world.rank, world.size, world.process_group)
+    group = world.axis("data")
 
     def all_reduce(tensor: Tensor) -> None:
         world.all_reduce(tensor)

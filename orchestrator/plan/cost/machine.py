@@ -12,7 +12,7 @@ from typing import Literal
 
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
 from orchestrator.plan.estimate import ShardingForm
-from orchestrator.types import StrategyName
+from orchestrator.strategies import STRATEGIES, StrategyFacts, StrategyName
 
 LinkKind = Literal["none", "shared memory", "nvlink", "pcie", "network"]
 
@@ -122,3 +122,7 @@ class Parallelism:
     """How the replicated parameters are sharded."""
     expert_replicas: int = 1
     """Groups of devices that each hold every expert."""
+
+    @property
+    def strategy_facts(self) -> StrategyFacts:
+        return STRATEGIES[self.strategy]

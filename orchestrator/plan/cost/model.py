@@ -214,8 +214,7 @@ def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Paral
     separately."""
     short_gradients = saved_gradient_bytes(ops.copied)
     gradients = 4.0 * ops.trained - short_gradients
-    # Expert-parallel hosts reduce gradients in buckets, which are copies.
-    bucketed = parallelism.devices > 1 and parallelism.strategy == "expert_parallel"
+    bucketed = parallelism.devices > 1 and parallelism.strategy_facts.copies_gradients
     copies = ops.gradient_bytes if bucketed else 0.0
     activations = max(ops.peak_bytes, gradients) - gradients
     if parallelism.expert_replicas > 1:

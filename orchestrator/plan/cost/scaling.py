@@ -10,7 +10,7 @@ from typing import Any, Literal
 from orchestrator.plan.cost.machine import Machine, Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
 from orchestrator.plan.cost.ops import MicroBatchOps
-from orchestrator.types import StrategyName
+from orchestrator.strategies import DATA_PARALLEL, EXPERT_PARALLEL, SINGLE, StrategyFacts, StrategyName
 
 ScalingKind = Literal["weak", "strong"]
 
@@ -72,17 +72,17 @@ def scaling_rows(job: ScalingJob, machine: Machine) -> list[ScalingRow]:
     """
     rows: list[ScalingRow] = []
     for kind in ("weak", "strong"):
-        one_device = _predict_row(job, machine, 1, "data_parallel", *_share(job, kind, 1))
-        for strategy in ("data_parallel", "expert_parallel") if job.experts else ("data_parallel",):
+        one_device = _predict_row(job, machine, 1, SINGLE, *_share(job, kind, 1))
+        for strategy in (DATA_PARALLEL, EXPERT_PARALLEL) if job.experts else (DATA_PARALLEL,):
             rows.extend(_rows(job, machine, kind, strategy, one_device.samples_per_second))
     return rows
 
 
 def _rows(
-    job: ScalingJob, machine: Machine, kind: ScalingKind, strategy: StrategyName, base_speed: float
+    job: ScalingJob, machine: Machine, kind: ScalingKind, strategy: StrategyFacts, base_speed: float
 ) -> Iterator[ScalingRow]:
     for devices in counts_up_to(machine.devices):
-        if strategy == "expert_parallel" and not 1 < devices <= job.experts:
+        if strategy.divides_experts and not 1 < devices <= job.experts:
             continue
         if kind == "strong" and devices > job.global_batch:
             continue
@@ -90,7 +90,7 @@ def _rows(
         predicted = _predict_row(job, machine, devices, strategy, batch, micro_batches)
         yield ScalingRow(
             kind=kind,
-            strategy=strategy if devices > 1 else "single",
+            strategy=(strategy if devices > 1 else SINGLE).name,
             devices=devices,
             micro_batch=batch,
             micro_batches=micro_batches,
@@ -109,9 +109,9 @@ def _share(job: ScalingJob, kind: ScalingKind, devices: int) -> tuple[int, int]:
 
 
 def _predict_row(
-    job: ScalingJob, machine: Machine, devices: int, strategy: StrategyName, batch: int, micro_batches: int
+    job: ScalingJob, machine: Machine, devices: int, strategy: StrategyFacts, batch: int, micro_batches: int
 ) -> StepPrediction:
-    divided = strategy == "expert_parallel" and devices > 1
+    divided = strategy.divides_experts and devices > 1
     chunks = 2 if divided and batch * job.tokens_per_sample >= CHUNKS_FROM_TOKENS else 1
     # Experts that do not divide evenly are already in the operations, which are those of the
     # device with the most.
@@ -119,7 +119,7 @@ def _predict_row(
     ops = job.trace(batch, devices if divided else 1, chunks, devices == 1)
     parallelism = Parallelism(
         devices=devices,
-        strategy=strategy if devices > 1 else "single",
+        strategy=(strategy if devices > 1 else SINGLE).name,
         micro_batches=micro_batches,
         imbalance=imbalance,
         chunks=chunks,

@@ -10,9 +10,7 @@ from orchestrator.plan.cost.machine import Link, Machine, Parallelism
 from orchestrator.plan.cost.ops import MessageOp, MicroBatchOps
 from orchestrator.plan.estimate import ShardingForm
 
-# The bucket sizes of DDP.
-_BUCKET_BYTES = 25 * 2**20
-_FIRST_BUCKET_BYTES = 2**20
+_BUCKET_BYTES = 25 * 2**20  # as in DDP
 _BACKWARD_SHARE = 2 / 3  # of the arithmetic of a micro-batch
 _PEER_S = 0.5e-6  # to hand one more message to a link that is busy with others
 _SMALL_ALL_REDUCES = 1  # next to the gradients: counts and losses of a step
@@ -31,7 +29,7 @@ def traffic_seconds(
     messages take the same cores.
     """
     devices = parallelism.devices
-    first_bytes = _FIRST_BUCKET_BYTES if parallelism.strategy == "data_parallel" else 0
+    first_bytes = parallelism.strategy_facts.first_bucket_bytes
     other_buckets = math.ceil(max(0.0, ops.gradient_bytes - first_bytes) / _BUCKET_BYTES)
     buckets = max(1, (first_bytes > 0) + other_buckets)
     bucket_s = all_reduce_seconds(ops.gradient_bytes / buckets, machine, devices)

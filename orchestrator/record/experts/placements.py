@@ -21,6 +21,7 @@ from orchestrator.record.experts.expert_changes import ExpertChange, as_ids, par
 from orchestrator.record.experts.expert_graph import recorded_sizes
 from orchestrator.record.files.events import Event, of_kind
 from orchestrator.record.files.scalars import to_float
+from orchestrator.strategies import recorded_strategy
 
 MAX_MEASUREMENT = 1e100
 """Larger numbers are no measurements, and their products would overflow."""
@@ -188,13 +189,19 @@ def placement_spans(events: Sequence[Event]) -> list[Span]:
         current = spans[-1][1] if spans else None
         if event["event"] == "placement" and (placement := parse_placement(event)) is not None:
             spans = _replaced(spans, step, placement)
-        elif event["event"] == "start" and event.get("strategy") not in (None, "expert_parallel"):
+        elif event["event"] == "start" and not _may_divide_experts(event.get("strategy")):
             spans = _replaced(spans, step, None)
         elif event["event"] == "expert" and current is not None and (change := parse_change(event)):
             undo = before_change.pop(change.layer, None) if change.kind == "undone" else None
             before_change[change.layer] = current
             spans = _replaced(spans, step, undo or _changed(current, change, sizes))
     return spans
+
+
+def _may_divide_experts(strategy: object) -> bool:
+    """Return whether a recorded start may be of expert hosts: an early record has no strategy."""
+    facts = recorded_strategy(strategy)
+    return strategy is None or (facts is not None and facts.divides_experts)
 
 
 def placement_at(spans: Sequence[Span], step: int) -> RecordedPlacement | None:

@@ -8,6 +8,7 @@ from orchestrator.report.run.host_load import exchange_cost
 from orchestrator.report.run.load_findings import larger_batch_advice, placement_advice
 from orchestrator.report.run.read import RunRecord, section
 from orchestrator.report.run.stats import phase_seconds, plural, shares, wall_seconds
+from orchestrator.strategies import recorded_strategy
 from orchestrator.types import bytes_text, seconds_text
 
 # Shares of a step (data, communication) or of the run (the others) from which a cause counts.
@@ -65,7 +66,8 @@ def recovery_finding(record: RunRecord) -> Finding | None:
     )
     advice = ["see why workers were lost: What happened below, and logs/ in the run folder"]
     has_spares = bool(section(record.config, "parallel").get("spares"))
-    if record.fact("strategy") == "expert_parallel" and not has_spares:
+    strategy = recorded_strategy(record.fact("strategy"))
+    if strategy is not None and strategy.replaces_workers and not has_spares:
         advice.append(
             "--spares 1, if a device is free: a host that stands by replaces a lost one in about a second"
         )

@@ -91,8 +91,8 @@ def prestart_workers(num_workers: int, config: Config) -> None:
     Failures are not reported: the actors start processes themselves then.
     """
     with suppress(Exception):
-        is_expert_parallel = config.parallel.parallel_strategy == "expert_parallel"
-        variables = host_variables(config) if is_expert_parallel else worker_variables(config)
+        starts_hosts = config.parallel.asked_strategy.replaces_workers
+        variables = host_variables(config) if starts_hosts else worker_variables(config)
         request = prestart_request(num_workers, _KEEP_ALIVE_S, priority_variables() | variables)
         send_prestart_request(_raylet_address(), request, _REQUEST_TIMEOUT_S)
 

@@ -13,7 +13,7 @@ from orchestrator.plan.compute import choose_precision
 from orchestrator.plan.device import choose_worker_device
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.plan.workers import check_cpu, choose_backend, choose_strategy, choose_workers, uses_gpus
+from orchestrator.plan.workers import check_cpu, choose_backend, choose_workers, trains_in_process, uses_gpus
 from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.cluster.session import joins_cluster
 from orchestrator.runtime.sweep.optuna_search import import_optuna
@@ -61,7 +61,7 @@ class SweepDevices:
     def num_workers(self, config: Config) -> int:
         """Return the number of workers of a trial. ResourceError if the devices cannot run it."""
         count = 1
-        if choose_strategy(config, self.inventory, self.cluster.joined).value != "single":
+        if not trains_in_process(config, self.inventory, self.cluster.joined):
             count = choose_workers(config, self.cluster, self.inventory).value
             check_cpu(config, self.on_gpu)
             choose_backend(config, self.on_gpu, count)
@@ -113,7 +113,7 @@ def _planned_workers(config: Config, space: Space, inventory: Inventory, cluster
         configs = [config.but(parallel_strategy=strategy) for strategy in domain.values]
     counts: list[int] = []
     for variant in configs:
-        single = choose_strategy(variant, inventory, cluster.joined).value == "single"
+        single = trains_in_process(variant, inventory, cluster.joined)
         counts.append(1 if single else choose_workers(variant, cluster, inventory).value)
     return counts
 

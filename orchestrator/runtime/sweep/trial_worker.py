@@ -185,7 +185,7 @@ def _open_world(
     on_gpu = plan.device.value != "cpu" and torch.cuda.is_available()
     # Ray shows an actor its own GPU only.
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    if plan.strategy.value == "single":
+    if plan.strategy_facts.in_process:
         yield World.single_process(device)
         return
     timeout_s = config.parallel.step_timeout_s(hosts=False)

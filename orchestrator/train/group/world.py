@@ -1,4 +1,4 @@
-"""One worker's view of the workers that train together: rank, device, process group, and their collectives.
+"""One worker's view of the workers that train together: rank, device, mesh of groups, and their collectives.
 
 A ``World`` is passed by hand; there is no global one. One process runs the same code without communication.
 """
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,14 @@ from experts.group import Group, GroupFactory
 from experts.membership import GroupMembership
 from orchestrator.train.group.stores import find_value, put_value
 
+Axis = Literal["data", "expert", "shard"]
+"""An axis of the mesh of workers: gradients are summed along ``data``, tokens travel along ``expert``, and
+``shard`` has the parts of a parameter. Each spans all workers."""
+
 
 @dataclass(frozen=True)
 class World:
-    """Rank, size and device of one worker, its process group, and each worker's share of a batch."""
+    """Rank, size and device of one worker, its groups, and each worker's share of a batch."""
 
     rank: int
     size: int
@@ -40,6 +44,8 @@ class World:
     """The group for tensors in host memory, where ``group`` carries only tensors on devices."""
     secret: str = field(default="", repr=False)
     """The secret of the run, by which the workers know each other's values in the store."""
+    _mesh: dict[Axis, Group] = field(default_factory=dict, repr=False, compare=False)
+    """The groups along the axes that were asked for. Copies of this world share them."""
 
     @classmethod
     def single_process(cls, device: str | torch.device = "cpu") -> World:
@@ -125,16 +131,24 @@ class World:
             if not tensor.is_contiguous() and not torch.equal(tensor, received):
                 tensor.detach().copy_(received)
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """Torch's own group, for DDP and other code of torch that communicates by itself."""
-        assert self.group is not None
-        assert isinstance(self.group.handle, dist.ProcessGroup)
-        return self.group.handle
+    def axis(self, name: Axis) -> Group:
+        """Return the group along an axis of the mesh, formed once. All workers must ask in the same order.
 
-    def new_group(self) -> Group:
-        """Form a second group of the same workers, independent of the first. All workers must call."""
-        assert self.group is not None, "one process has no group"
+        The first axis uses the world's own group. Collectives of several axes may be under way at once, so
+        that each further axis has a group of its own."""
+        assert self.group is not None, "one process has no axes"
+        if name not in self._mesh:
+            self._mesh[name] = self._form_group() if self._mesh else self.group
+        return self._mesh[name]
+
+    def torch_group(self, axis: Axis) -> dist.ProcessGroup:
+        """Return torch's own group along an axis, for code of torch that communicates by itself."""
+        handle = self.axis(axis).handle
+        assert isinstance(handle, dist.ProcessGroup)
+        return handle
+
+    def _form_group(self) -> Group:
+        """Form one more group of the same workers, independent of the others. All workers must call."""
         if self.group_factory is not None:
             backend = "nccl" if self.cpu_group is not None else "gloo"
             return self.group_factory.form(backend, self.device)

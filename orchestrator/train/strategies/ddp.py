@@ -107,7 +107,7 @@ class DDPStrategy(Strategy):
             # Buffers are broadcast once per step in begin_step, not in every forward pass.
             **_without_buffer_sync(),
             init_sync=False,  # the constructor has broadcast the weights
-            process_group=self.world.process_group,
+            process_group=self.world.torch_group("data"),
             bucket_cap_mb=options.bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,

@@ -46,15 +46,14 @@ class ExpertParallelStrategy(Strategy):
         buffers: BufferChoice = no_buffers,
     ) -> None:
         """The model's experts are placed already."""
-        assert world.group is not None, "one process has no hosts"
         self.world = world
         self._choose_buffers = buffers
-        self._exchange = GroupExchange(world.group)
+        self._exchange = GroupExchange(world.axis("expert"))
         super().__init__(model, task, MoEContext(self._exchange, chunks))
         self._may_overlap = False
         """Whether gradients are summed while the backward pass runs."""
         self._bucket_mb = bucket_mb or BUCKET_MB
-        self._gradient_group = world.new_group()
+        self._gradient_group = world.axis("data")
         self._all_reduce = GradientAllReduce([], self._gradient_group, self._bucket_mb)
         self._find_parameters()
         dense = [tensor.detach() for tensor in [*self._all_dense, *persistent_buffers(model)]]

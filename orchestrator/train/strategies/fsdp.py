@@ -43,10 +43,10 @@ def shard_model(model: nn.Module, world: World, keep_parameters: bool, offload: 
     ``keep_parameters`` leaves gathered parameters in memory from the forward to the backward pass (ZeRO-2).
     """
     # FSDP2's modules take a second to import, so runs without sharding do not import them.
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = DeviceMesh.from_group(world.torch_group("shard"), world.device.type)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     _shard_blocks(model, keep_parameters, mesh=mesh, offload_policy=policy)
 
@@ -100,7 +100,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if host_group is not None:
         host_group.all_gather(gathered, padded).wait()
     else:
-        dist.all_gather(list(gathered.split(rows)), padded)
+        dist.all_gather(list(gathered.split(rows)), padded, group=sharded.device_mesh.get_group())
     return gathered[: tensor.shape[0]]
 
 

@@ -149,7 +149,7 @@ def predict_placement(config: Config, plan: Plan, facts: ModelFacts) -> Predicte
     """Predict the placement of a new run without measuring; None unless the plan is expert parallel.
 
     With several groups of hosts it is that of the first, as in a run."""
-    if plan.strategy.value != "expert_parallel":
+    if not plan.strategy_facts.divides_experts:
         return None
     facts = with_memory_settings(config, facts)
     hosts = [HostFacts(1.0, expert_memory(plan.memory.limit, plan, facts))] * hosts_of_group(plan)

@@ -34,6 +34,9 @@ def assign_shares(
     config: Config, plan: Plan, world: World, known: Mapping[str, Any]
 ) -> tuple[World, dict[str, float]]:
     """Return the world with each worker's share of the batch, and the speed of each kind of device."""
+    if plan.data_ranks < world.size:
+        # With --gate primary the main host has the whole batch, and there is nothing to share.
+        return world.with_data_on_main(), {}
     requested = config.parallel.share_by_speed
     if world.size == 1 or requested == "off" or config.run.deterministic:
         return world, {}

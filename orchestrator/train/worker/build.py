@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +21,6 @@ from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
-from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data.loading import LoaderOptions, seed_python_and_numpy
 from orchestrator.train.data.opening import open_feed
@@ -31,7 +31,7 @@ from orchestrator.train.group.heartbeat import Heartbeat
 from orchestrator.train.group.world import World
 from orchestrator.train.loop.training import Cadence, Training
 from orchestrator.train.optim.weight_average import drop_average
-from orchestrator.train.worker.build_evolution import EvolutionParts, build_evolution
+from orchestrator.train.worker.build_evolution import build_evolution
 from orchestrator.train.worker.build_model import ModelParts, build_graphs, build_parts, build_stepper
 from orchestrator.train.worker.placed_experts import PlacedExperts
 from orchestrator.train.worker.resume import (
@@ -72,85 +72,53 @@ def build_training(
 
     ``snapshots`` is the target of this host's snapshots. Raises ``OtherExperts`` if the state has other
     experts than ``experts``."""
-    prepared = worker.prepared
     experts = experts or PlacedExperts()
-    parts = build_parts(
-        prepared.resolved.config,
-        prepared.plan,
-        prepared.task,
-        worker.world,
-        worker.log.write,
-        experts.host_of,
-        experts.layers,
-        experts.groups,
-    )
-    try:
-        return _complete_training(worker, parts, experts, resume, snapshots)
-    except BaseException:
-        # Nobody else has the parts yet, and torch's settings are those of the process.
-        if parts.compiled is not None:
-            parts.compiled.close()
-        raise
-
-
-def _complete_training(
-    worker: WorkerContext,
-    parts: ModelParts,
-    experts: PlacedExperts,
-    resume: ResumeFrom | None,
-    snapshots: SnapshotTarget | None,
-) -> Training:
-    """Build the data, and restore the state that the run starts from."""
     config = worker.prepared.resolved.config
     plan = worker.prepared.plan
     task = worker.prepared.task
     world = worker.world
     log = worker.log
-    feed = build_feed(config, plan, task, world)
-    _connect(feed, worker)
-    evaluation = build_evaluation(config, plan, task, world, parts, worker.heartbeat)
-    folder = worker.run_dir / "checkpoints"
-    store = worker.open_store(folder, keep=config.checkpoint.keep, repair=world.is_main)
-    # Everything above may draw random numbers. A resumed run restores its own generators below.
-    seed_python_and_numpy(mix(config.run.seed, "run"))
-    progress = _restore(worker, parts.state, store, resume)
-    if parts.optimizer.average is None:
-        drop_average(parts.optimizer.inner)
-    has_new_metric = any(change.name == "early_stopping_metric" for change in worker.prepared.changes)
-    if has_new_metric and resume is None:
-        # The best result so far is a value of another metric: it does not compare.
-        progress.best_step = None
-        progress.best_value = None
-        progress.best_loss = None
-        progress.bad_evaluations = 0
-    if config.run.early_stopping_patience and evaluation is None:
-        raise UserError("--early-stopping-patience needs validation data; the task has none")
-    total_steps = _last_step(config, plan, feed, progress)
-    if total_steps != plan.total_steps.value:
-        message = f"the run now ends at step {total_steps}; the schedule follows"
-        log.write("warning", kind="schedule", message=message)
-        parts.optimizer.reschedule(plan.warmup_steps.value, total_steps)
-    # In lockstep all workers do passes of the same size, the mean; else each its own largest.
-    micro_batch = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
-    stepper = build_stepper(config, world, parts, micro_batch, log.write, worker.heartbeat)
-    stepper.graphs = build_graphs(config, plan, world, parts, log.write)
-    state_bytes = with_memory_settings(config, worker.prepared.facts).expert_state_bytes
-    return Training(
-        stepper=stepper,
-        feed=feed,
-        cadence=_build_cadence(config, plan, total_steps, watched_metric(config, task)),
-        progress=progress,
-        log=log,
-        checkpoints=CheckpointWriter(store, parts.state, world, log, worker.heartbeat.advance),
-        heartbeat=worker.heartbeat,
-        evaluation=evaluation,
-        snapshots=Snapshots(parts.state, world, snapshots, progress.step) if snapshots is not None else None,
-        evolution=build_evolution(
-            EvolutionParts(plan, parts, stepper, feed, evaluation, log, state_bytes, total_steps),
-            config,
-            experts.decision.hosts if experts.decision is not None else (),
-        ),
-    )
+    parts = build_parts(config, plan, task, world, log.write, experts.host_of, experts.layers, experts.groups)
+    with ExitStack() as on_failure:
+        if parts.compiled is not None:
+            # Nobody else has the parts yet, and torch's settings are those of the process.
+            on_failure.callback(parts.compiled.close)
+        feed = build_feed(config, plan, task, world)
+        _connect(feed, worker)
+        evaluation = build_evaluation(config, plan, task, world, parts, worker.heartbeat)
+        if config.run.early_stopping_patience and evaluation is None:
+            raise UserError("--early-stopping-patience needs validation data; the task has none")
+        folder = worker.run_dir / "checkpoints"
+        store = worker.open_store(folder, keep=config.checkpoint.keep, repair=world.is_main)
+        progress = _restore(worker, parts, store, resume)
+        total_steps = _last_step(config, plan, feed, progress)
+        if total_steps != plan.total_steps.value:
+            message = f"the run now ends at step {total_steps}; the schedule follows"
+            log.write("warning", kind="schedule", message=message)
+            parts.optimizer.reschedule(plan.warmup_steps.value, total_steps)
+        # In lockstep all workers do passes of the same size, the mean; else each its own largest.
+        micro_batch = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
+        stepper = build_stepper(config, world, parts, micro_batch, log.write, worker.heartbeat)
+        stepper.graphs = build_graphs(config, plan, world, parts, log.write)
+        state_bytes = with_memory_settings(config, worker.prepared.facts).expert_state_bytes
+        snapshots_of_host = None
+        if snapshots is not None:
+            snapshots_of_host = Snapshots(parts.state, world, snapshots, progress.step)
+        training = Training(
+            stepper=stepper,
+            feed=feed,
+            cadence=_build_cadence(config, plan, total_steps, watched_metric(config, task)),
+            progress=progress,
+            log=log,
+            checkpoints=CheckpointWriter(store, parts.state, world, log, worker.heartbeat.advance),
+            heartbeat=worker.heartbeat,
+            evaluation=evaluation,
+            snapshots=snapshots_of_host,
+        )
+        hosts = experts.decision.hosts if experts.decision is not None else ()
+        evolution = build_evolution(training, plan, config, parts.evolution, hosts, state_bytes)
+        on_failure.pop_all()
+    return replace(training, evolution=evolution)
 
 
 def _connect(feed: Feed, worker: WorkerContext) -> None:
@@ -167,16 +135,29 @@ def _connect(feed: Feed, worker: WorkerContext) -> None:
 
 def _restore(
     worker: WorkerContext,
-    state: TrainState,
+    parts: ModelParts,
     store: CheckpointStore,
     resume: ResumeFrom | None,
 ) -> Progress:
     """Restore the state that the run starts from. Return its progress."""
+    config = worker.prepared.resolved.config
+    # Model and data may have drawn random numbers. A resumed run restores its own generators.
+    seed_python_and_numpy(mix(config.run.seed, "run"))
     start = StartPoint(store, worker.world, worker.log, worker.heartbeat.advance)
     if resume is not None and resume.snapshots is not None:
-        return restore_newest(resume.snapshots, state, start, resume.checkpoint_is_newer)
-    config = worker.prepared.resolved.config
-    return restore_checkpoint(config, state, start, restarted=resume is not None)
+        progress = restore_newest(resume.snapshots, parts.state, start, resume.checkpoint_is_newer)
+    else:
+        progress = restore_checkpoint(config, parts.state, start, restarted=resume is not None)
+    if parts.optimizer.average is None:
+        drop_average(parts.optimizer.inner)
+    has_new_metric = any(change.name == "early_stopping_metric" for change in worker.prepared.changes)
+    if has_new_metric and resume is None:
+        # The best result so far is a value of another metric: it does not compare.
+        progress.best_step = None
+        progress.best_value = None
+        progress.best_loss = None
+        progress.bad_evaluations = 0
+    return progress
 
 
 def build_feed(config: Config, plan: Plan, task: Task, world: World) -> Feed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -10,19 +10,16 @@ from experts.balance import gated_layers, moe_layers
 from experts.placement.placement import HostFacts
 from experts.rebalance.costs import Cluster
 from experts.routed import RoutedExperts
+from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
-from orchestrator.record.files.log import Log
-from orchestrator.train.data.steps import Feed
-from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan, RulesPolicy
+from orchestrator.train.loop.training import Training
 from orchestrator.train.optim.muon import Muon
-from orchestrator.train.stepper import Stepper
-from orchestrator.train.worker.build_model import ModelParts
 
 _VALIDATION_BATCHES = 8
 """Batches that a change is judged on."""
@@ -39,44 +36,33 @@ _LEAST_SPEED = 1e10
 """A deterministic run measures no speed: its hosts count as equal."""
 
 
-@dataclass(frozen=True)
-class EvolutionParts:
-    """The parts of a training that evolution works on."""
-
-    plan: Plan
-    parts: ModelParts
-    stepper: Stepper
-    feed: Feed
-    evaluation: Evaluation | None
-    log: Log
-    expert_state_bytes: float
-    """Bytes for each weight of an expert, as in the placement."""
-    last_step: int | None
-    """The step at which the run ends; None where that is not known."""
-
-
 def build_evolution(
-    training: EvolutionParts, config: Config, hosts: tuple[HostFacts, ...]
+    training: Training,
+    plan: Plan,
+    config: Config,
+    state: EvolutionState | None,
+    hosts: tuple[HostFacts, ...],
+    state_bytes: float,
 ) -> Evolution | None:
-    """Return the evolution of the experts; None where they stay as they are.
+    """Return the evolution of the experts; None where they stay as they are, and have no ``state``.
 
-    ``hosts`` are the expert hosts; none unless the run is expert parallel."""
-    state = training.parts.evolution
-    layers = [layer for _, layer in moe_layers(training.parts.model)]
+    ``hosts`` are the expert hosts; none unless the run is expert parallel. ``state_bytes`` are those for each
+    weight of an expert, as in the placement."""
+    model = training.stepper.strategy.model
+    layers = [layer for _, layer in moe_layers(model)]
     if state is None or not layers:
         return None
     _check_banks(layers)
-    _check_optimizer(training.parts.optimizer.inner)
-    plan = training.plan
+    _check_optimizer(training.stepper.optimizer.inner)
     rules = plan.evolution_rules
-    if rules is not None and len(gated_layers(training.parts.model)) < len(layers):
+    if rules is not None and len(gated_layers(model)) < len(layers):
         raise UserError(
             "the model's routers are not ours, and know their number of experts; such experts can move to "
             "other hosts, but none can be born, merged or pruned: use --evolution off"
         )
     balancer = None
     if hosts and (plan.rebalance.value or rules is not None):
-        costs = [layer_costs(layer, training.expert_state_bytes) for layer in layers]
+        costs = [layer_costs(layer, state_bytes) for layer in layers]
         balancer = HostBalancer(costs, _cluster(plan, hosts))
         state.balance_interval = state.balance_interval or FIRST_INTERVAL
     feed = training.feed
@@ -91,7 +77,7 @@ def build_evolution(
         policy=RulesPolicy(rules) if rules is not None else None,
         balancer=balancer,
         moves=plan.rebalance.value,
-        last_step=training.last_step,
+        last_step=training.cadence.total_steps,
     )
     judged = None
     if training.evaluation is not None:

@@ -43,17 +43,8 @@ from orchestrator.train.step_graph.obstacles import find_obstacle
 from orchestrator.train.step_graph.recorder import CudaRecorder
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.base import Strategy
-from orchestrator.train.strategies.buffers import (
-    BufferChoice,
-    convert_sync_batchnorm,
-    no_buffers,
-    persistent_buffers,
-    running_statistics,
-)
-from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
-from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
-from orchestrator.train.strategies.fsdp import FSDPStrategy, shard_model
-from orchestrator.train.strategies.sharded_dense import ShardedDenseStrategy
+from orchestrator.train.strategies.buffers import convert_sync_batchnorm
+from orchestrator.train.strategies.building import build_strategy
 from orchestrator.types import BF16_PRECISIONS
 
 
@@ -95,15 +86,7 @@ def build_parts(
     model.train()
     if config.parallel.sync_batchnorm and world.size > 1:
         model = convert_sync_batchnorm(model)
-    if world.size == 1:
-        _move_to_device(model, world.device)
-        strategy = Strategy(model, task)
-    elif host_of is not None:
-        strategy = _build_expert_parallel(config, plan, task, world, model)
-    elif plan.sharding.value != "none":
-        strategy = _build_fsdp(config, plan, task, world, model)
-    else:
-        strategy = _build_ddp(config, task, world, model, emit)
+    strategy = build_strategy(config, plan, task, world, model, emit, divided=host_of is not None)
     for _, layer in moe_layers(model):
         # Where the plan does not ask for the loop kernel, each bank chooses by its sizes.
         layer.bank.kernel = config.device.expert_kernel
@@ -189,72 +172,6 @@ def _place(
     if groups > 1:
         experts = replica_placement(experts, world.size, groups)
     place_structure(model, experts, world.rank, world.size)
-
-
-def _build_expert_parallel(
-    config: Config, plan: Plan, task: Task, world: World, model: nn.Module
-) -> Strategy:
-    _move_to_device(model, world.device)
-    chunks = plan.exchange_chunks.value
-    buffers = _broadcast_buffers(config)
-    if plan.sharding.value != "none":
-        keep_parameters = plan.sharding.value == "zero2"
-        strategy = ShardedDenseStrategy(model, task, world, chunks, keep_parameters, buffers)
-    else:
-        bucket_mb = config.parallel.bucket_cap_mb
-        strategy = ExpertParallelStrategy(model, task, world, chunks, bucket_mb, buffers)
-    if config.parallel.exchange_rows == "bounded":
-        strategy.bound_rows()
-    return strategy
-
-
-def _build_fsdp(config: Config, plan: Plan, task: Task, world: World, model: nn.Module) -> Strategy:
-    # Each worker keeps a shard of its own copy, so the copies must be equal before they are cut.
-    tensors = [*model.parameters(), *persistent_buffers(model)]
-    world.broadcast([tensor.detach() for tensor in tensors])
-    keep_parameters = plan.sharding.value == "zero2"
-    shard_model(model, world, keep_parameters=keep_parameters, offload=config.parallel.cpu_offload)
-    return FSDPStrategy(model, task, world)
-
-
-def _build_ddp(config: Config, task: Task, world: World, model: nn.Module, emit: Emit) -> Strategy:
-    _move_to_device(model, world.device)
-    options = DDPOptions(
-        config.parallel.bucket_cap_mb,
-        config.parallel.static_graph,
-        config.parallel.find_unused_parameters,
-        config.parallel.gradient_as_bucket_view,
-        _broadcast_buffers(config),
-    )
-
-    def warn(message: str) -> None:
-        emit("warning", kind="gradients", message=message)
-
-    return DDPStrategy(model, task, world, options, warn)
-
-
-def _move_to_device(model: nn.Module, device: torch.device) -> None:
-    """Move a model to its device.
-
-    A tensor that stays behind is no parameter or buffer: the task's mistake."""
-    model.to(device)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != device.type:
-            raise UserError(
-                f"{name} of the model is on {tensor.device} after moving it to {device}; "
-                "register it as a parameter or buffer"
-            )
-
-
-def _broadcast_buffers(config: Config) -> BufferChoice:
-    """Return the choice of the buffers that the main worker broadcasts at the start of each step."""
-    if config.parallel.broadcast_buffers == "off":
-        return no_buffers
-    if config.parallel.broadcast_buffers == "on":
-        return persistent_buffers
-    # Only running statistics differ between workers after a forward pass, unless the norms are
-    # synchronised.
-    return no_buffers if config.parallel.sync_batchnorm else running_statistics
 
 
 def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) -> ScheduledOptimizer:

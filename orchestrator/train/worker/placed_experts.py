@@ -53,7 +53,7 @@ def place_experts(
 
     Saved experts keep their hosts and copies where there are as many hosts as before."""
     saved_layers = saved.layers if saved is not None and saved.have_changed else None
-    if prepared.plan.strategy.value != "expert_parallel" or world.size == 1:
+    if not prepared.plan.strategy_facts.divides_experts or world.size == 1:
         return PlacedExperts(None, _on_one_host(saved_layers) if saved_layers else None)
     facts = facts_with_experts(prepared.facts, saved)
     config = prepared.resolved.config

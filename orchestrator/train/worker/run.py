@@ -122,8 +122,32 @@ class WorkerRun:
         self._began_s = 0.0
 
     def __enter__(self) -> Self:
+        opened_at = time.time()
         with ExitStack() as stack:  # closes what is open already if a later part fails
-            self._open(stack)
+            saved = self._saved_experts()
+            experts = self._complete_plan(saved)
+            supervision = self._supervision
+            worker = WorkerContext(
+                self.prepared,
+                self.world,
+                self.run_dir,
+                self.log,
+                supervision.heartbeat,
+                supervision.open_store,
+            )
+            try:
+                training = build_training(worker, experts, self._resume, supervision.snapshots)
+            except OtherExperts as other:
+                # The newest checkpoint was damaged, and an older one with other experts took its place.
+                saved = other.saved
+                experts = place_experts(self.prepared, self.world, {}, saved, [], "other experts")
+                training = build_training(worker, experts, self._resume, supervision.snapshots)
+            self._record_start(training, experts, saved, time.time() - opened_at)
+            # The stack closes in reverse order: the loop, its observers, then the parts it trains with.
+            stack.callback(training.close)
+            self.loop = Loop(training, self._start_observers(stack, training.stepper.strategy))
+            stack.callback(self.loop.close)
+            self._began_s = perf_counter()
             self._stack = stack.pop_all()
         return self
 
@@ -154,48 +178,28 @@ class WorkerRun:
         )
         return outcome
 
-    def _open(self, stack: ExitStack) -> None:
-        opened_at = time.time()
-        saved = self._saved_experts()
-        experts = self._complete_plan(saved)
-        try:
-            training = self._build_training(experts)
-        except OtherExperts as other:
-            # The newest checkpoint was damaged, and an older one with other experts took its place.
-            saved = other.saved
-            experts = place_experts(self.prepared, self.world, {}, saved, [], "other experts")
-            training = self._build_training(experts)
-        # From it the driver learns when the workers of a restarted run had formed their group.
-        build_seconds = time.time() - opened_at
+    def _record_start(
+        self, training: Training, experts: PlacedExperts, saved: SavedExperts | None, build_seconds: float
+    ) -> None:
+        """Record the start, the settings that have changed, and where the experts are."""
+        # From the seconds the driver learns when the workers of a restarted run had formed their group.
         start_fields = _start_fields(self.prepared, training)
         self.log.write("start", **start_fields, build_seconds=build_seconds)
+        step = training.progress.step
         # Workers that restart after a failure change nothing.
         if self.prepared.changes and self._resume is None:
             changes = [change.event() for change in self.prepared.changes]
-            self.log.write("settings", step=training.progress.step, changes=changes)
+            self.log.write("settings", step=step, changes=changes)
         if experts.decision is not None:
-            step = training.progress.step
             facts = facts_with_experts(self.prepared.facts, saved)
             layers = structure_of(training.stepper.strategy.model)
             self.log.write("placement", step=step, **placement_fields(experts.decision, facts, layers))
-        # The stack closes in reverse order: the loop, its observers, then the parts it trains with.
-        stack.callback(training.close)
-        self.loop = Loop(training, self._start_observers(stack, training.stepper.strategy))
-        stack.callback(self.loop.close)
-        self._began_s = perf_counter()
 
     def _saved_experts(self) -> SavedExperts | None:
         """Return the experts of the state to start from."""
         store = self._supervision.open_store(self.run_dir / "checkpoints", repair=False)
         start = StartPoint(store, self.world, self.log, self._supervision.heartbeat.advance)
         return saved_experts_to_start_with(self.prepared.resolved.config, start, self._resume)
-
-    def _build_training(self, experts: PlacedExperts) -> Training:
-        supervision = self._supervision
-        worker = WorkerContext(
-            self.prepared, self.world, self.run_dir, self.log, supervision.heartbeat, supervision.open_store
-        )
-        return build_training(worker, experts, self._resume, supervision.snapshots)
 
     def _complete_plan(self, saved: SavedExperts | None) -> PlacedExperts:
         """Complete the plan with what only the workers can measure, and write it to the run folder.
@@ -214,12 +218,7 @@ class WorkerRun:
         if experts.decision is not None:
             placement_fields = experts.decision.saved_fields(config.parallel.placement)
         known |= placement_fields
-        if prepared.plan.data_ranks < self.world.size:
-            # With --gate primary the main host has the whole batch, and there is nothing to share.
-            self.world = self.world.with_data_on_main()
-            device_speeds: dict[str, float] = {}
-        else:
-            self.world, device_speeds = assign_shares(config, prepared.plan, self.world, known)
+        self.world, device_speeds = assign_shares(config, prepared.plan, self.world, known)
         if self.world.is_main:
             measured = {"device_speeds": device_speeds} | placement_fields
             write_config_and_plan(prepared, self.run_dir, measured)
@@ -232,7 +231,7 @@ class WorkerRun:
 
     def _last_loads(self, prepared: PreparedRun, known: dict[str, Any]) -> list[dict[str, float]]:
         """Return the tokens per expert and layer as last seen, by the experts' ids."""
-        if prepared.plan.strategy.value != "expert_parallel" or self.world.size == 1:
+        if not prepared.plan.strategy_facts.divides_experts or self.world.size == 1:
             return []
         # A new run has no record yet: an old one in the same folder is not its own.
         last_loads = None
@@ -273,13 +272,13 @@ def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
     """Return the fields of the ``start`` event."""
     plan = prepared.plan
     world = training.stepper.world
-    strategy = plan.strategy.value
+    strategy = plan.strategy_facts
     fields: dict[str, Any] = {
         "version": VERSION,
         "task": prepared.resolved.config.task,
-        "strategy": strategy,
+        "strategy": strategy.name,
         "workers": world.size,
-        "device": str(world.device) if strategy == "single" else plan.device.value,
+        "device": str(world.device) if strategy.in_process else plan.device.value,
         "precision": plan.precision.value,
         "global_batch_size": plan.global_batch_size.value,
         "parameters": prepared.facts.parameters,
@@ -290,7 +289,7 @@ def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
     }
     if world.size > 1:
         fields |= {"backend": plan.backend.value, "sharding": plan.sharding.value}
-    if strategy == "expert_parallel":
+    if strategy.divides_experts:
         fields["gate"] = plan.gate.value
     if world.shares:
         fields["shares"] = list(world.shares)

@@ -14,7 +14,7 @@ from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.machine import NO_LINK, Interconnect, Machine, Parallelism
 from orchestrator.plan.cost.model import PARTS, predict
 from orchestrator.plan.cost.ops import AttentionOp, MessageOp, MicroBatchOps, MoveOp, ProductOp
-from orchestrator.types import StrategyName
+from orchestrator.strategies import StrategyName
 from tests.support.fakes.cost_machines import FLOOR_S, FLOPS_PER_S, OPS, device, machine
 
 

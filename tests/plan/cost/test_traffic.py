@@ -17,7 +17,7 @@ from orchestrator.plan.cost.traffic import (
     traffic_seconds,
 )
 from orchestrator.plan.estimate import ShardingForm
-from orchestrator.types import StrategyName
+from orchestrator.strategies import StrategyName
 from tests.support.fakes.cost_machines import OPS, device, machine
 
 

@@ -213,7 +213,7 @@ BLOCKING_CALLS: dict[str, Callable[[World], Any]] = {
     "all_reduce": lambda world: world.all_reduce(torch.ones(3)),
     "gather_values": lambda world: world.gather_values(1),
     "broadcast": lambda world: world.broadcast([torch.ones(3)]),
-    "new_group": lambda world: world.new_group(),
+    "second axis": lambda world: [world.axis(name) for name in ("expert", "data")],
 }
 
 
@@ -283,7 +283,11 @@ def join_two_generations(rank: int, size: int, store_path: str) -> list[Any]:
         with recoverable_world(factory, CPU, "gloo") as world:
             values.append(world.broadcast_value("x", generation if rank == 1 else None))
             world.wait_for_main("end")
-            values.append(world.new_group().size)
+            assert world.axis("expert") is world.group
+            own = world.axis("data")
+            assert own is not world.group
+            assert world.with_shares([1, 2]).axis("data") is own
+            values.append(own.size)
             world.barrier()
     return values
 

@@ -20,12 +20,12 @@ from orchestrator.errors import UserError
 from orchestrator.record.files.events import EventLog, by_step, of_kind, read_events
 from orchestrator.train.group.world import World
 from orchestrator.train.loop.loop import Loop
+from orchestrator.train.strategies import building
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import persistent_buffers
 from orchestrator.train.strategies.ddp import DDPOptions
 from orchestrator.train.worker import build as build_module
 from orchestrator.train.worker import build_model as build_model_module
-from orchestrator.train.worker.build_evolution import EvolutionParts
 from orchestrator.trainer import Trainer
 from orchestrator.types import Choice
 from tests.support.runs.loop_runs import build_small_training, run_loop
@@ -58,11 +58,10 @@ def test_a_run_that_cannot_start_leaves_the_settings_of_torch_as_they_were(tmp_p
 def test_experts_move_by_the_memory_that_placed_them(
     settings: dict[str, Any], state_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[EvolutionParts] = []
-    monkeypatch.setattr(build_module, "build_evolution", lambda parts, *_: built.append(parts))
+    built: list[float] = []
+    monkeypatch.setattr(build_module, "build_evolution", lambda *arguments: built.append(arguments[-1]))
     build_small_training(tmp_path, EventLog(tmp_path / "events.jsonl"), **settings).close()
-    (parts,) = built
-    assert parts.expert_state_bytes == state_bytes
+    assert built == [state_bytes]
 
 
 def test_a_run_resumed_in_mid_epoch_with_another_batch_follows_the_new_number_of_steps(
@@ -92,7 +91,7 @@ def test_each_setting_of_ddp_reaches_its_option(tmp_path: Path, monkeypatch: pyt
             super().__init__(model, task)
             given.append(options)
 
-    monkeypatch.setattr(build_model_module, "DDPStrategy", Recorded)
+    monkeypatch.setattr(building, "DDPStrategy", Recorded)
     config = Config.of(
         bucket_cap_mb=7, static_graph=True, gradient_as_bucket_view=False, broadcast_buffers="on", workers=2
     )

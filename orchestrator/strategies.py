@@ -1,0 +1,95 @@
+"""The facts of each strategy that settings, plan, cost model, record and driver need.
+
+They ask these facts, and compare no names. The side that computes is ``orchestrator/train/strategies``.
+A leaf module: it imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from orchestrator.types import MIB
+
+StrategyName = Literal["single", "data_parallel", "expert_parallel"]
+
+_ONLY_EXPERTS = "experts are divided there"
+_WITHOUT_DDP = "gradients are summed without DDP there"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values of a setting that a strategy cannot serve."""
+
+    setting: str
+    values: tuple[object, ...]
+    reason: str
+    unless_asked: bool = False
+    """Whether the strategy serves them after all if the settings ask for it by name."""
+
+
+@dataclass(frozen=True)
+class StrategyFacts:
+    """One strategy, as all parts of the product see it that do not compute."""
+
+    name: StrategyName
+    whole_experts: str = ""
+    """Where every worker has all experts: who has them, for people. Empty where they are divided."""
+    in_process: bool = False
+    """Whether the process that starts the run trains, without workers."""
+    replaces_workers: bool = False
+    """Whether a lost worker is replaced while the others keep their processes; standby hosts help then."""
+    first_bucket_bytes: int = 0
+    """Size of the first all-reduce of gradients, if it is smaller than the others."""
+    copies_gradients: bool = False
+    """Whether gradients are reduced in copies, which take memory next to them."""
+    refusals: tuple[Refusal, ...] = ()
+    own_settings: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Settings that have an effect with this strategy alone, and the values with which they ask for none."""
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether each worker has some of the experts, and tokens travel to them."""
+        return not self.whole_experts
+
+
+SINGLE = StrategyFacts("single", whole_experts="one process has all experts", in_process=True)
+
+DATA_PARALLEL = StrategyFacts(
+    "data_parallel",
+    whole_experts="every worker has all experts",
+    first_bucket_bytes=MIB,  # of DDP
+)
+
+EXPERT_PARALLEL = StrategyFacts(
+    "expert_parallel",
+    replaces_workers=True,
+    copies_gradients=True,
+    refusals=(
+        Refusal("sharding", ("zero2", "zero3"), "it shards the dense part alone there", unless_asked=True),
+        Refusal("cpu_offload", (True,), _ONLY_EXPERTS),
+        Refusal("sync_batchnorm", (True,), "its hosts keep their own statistics"),
+        Refusal("static_graph", (True,), _WITHOUT_DDP),
+        Refusal("find_unused_parameters", (True,), _WITHOUT_DDP),
+        Refusal("gradient_as_bucket_view", (False,), _WITHOUT_DDP),
+        Refusal("batch_size", ("auto",), "whole models are measured, and it divides them"),
+    ),
+    own_settings={
+        "gate": ("replicated",),
+        "placement": ("auto",),
+        "exchange_chunks": (None,),
+        "exchange_rows": ("counted",),
+        "expert_replicas": (1,),
+        "rebalance": ("auto", "off"),
+    },
+)
+
+STRATEGIES: Mapping[str, StrategyFacts] = MappingProxyType(
+    {facts.name: facts for facts in (SINGLE, DATA_PARALLEL, EXPERT_PARALLEL)}
+)
+
+
+def recorded_strategy(name: object) -> StrategyFacts | None:
+    """Return the strategy that a record names, which may be damaged; None for another name."""
+    return next((facts for facts in STRATEGIES.values() if facts.name == name), None)
