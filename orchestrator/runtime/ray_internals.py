@@ -255,16 +255,6 @@ def send_prestart_request(address: str, request: Any, timeout_s: float) -> None:
 # --- Ray Train
 
 
-def train_context() -> Any:
-    """Return a Ray Train worker's context: rank and world size.
-
-    The public ``ray.train`` imports all of Tune first.
-    """
-    from ray.train.v2._internal.execution.context import get_train_context
-
-    return get_train_context()
-
-
 async def run_train_controller(parts: dict[str, Any]) -> Any:
     """Run Ray Train's controller in this process; return its result.
 
