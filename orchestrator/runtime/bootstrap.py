@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
@@ -29,7 +29,6 @@ from orchestrator.redaction import Secrets, mask_error, masked_stream
 from orchestrator.runtime.cluster.environment import set_variables, variable
 from orchestrator.runtime.folder_link import FolderLink
 from orchestrator.runtime.folder_server import Link
-from orchestrator.runtime.node_folder import WORKER, used_node_folder
 
 # The driver imports this module before it plans a run; torch is imported where it is needed.
 if TYPE_CHECKING:
@@ -98,6 +97,7 @@ def worker_folder(assignment: Assignment, rank: int) -> Iterator[WorkerFolder]:
 @contextmanager
 def _opened_start(remote: RemoteStart, nonce: str) -> Iterator[NodeStart]:
     """Yield the checkpoint of another run that this one begins with, as this node finds it."""
+    from orchestrator.train.remote.node_folder import used_node_folder
     from orchestrator.train.remote.node_start import NodeStart
 
     with used_node_folder(nonce) as shared:
@@ -114,6 +114,10 @@ def _opened_folder(assignment: Assignment, rank: int, start: NodeStart | None) -
     if link is None:
         yield WorkerFolder(assignment, partial(CheckpointStore, start=start), lambda: None)
         return
+    from orchestrator.storage.folder import RemoteFolder
+    from orchestrator.train.remote.node_folder import WORKER, used_node_folder
+    from orchestrator.train.remote.node_store import NodeStore
+
     with used_node_folder(assignment.nonce) as shared:
         # Nodes may share their folder for temporary files, though not the driver's run folder.
         run_dir = shared / f"{WORKER}{socket.gethostname()}-{os.getpid()}"
@@ -124,17 +128,14 @@ def _opened_folder(assignment: Assignment, rank: int, start: NodeStart | None) -
                 if prepared.earlier == assignment.run_dir:
                     prepared = replace(prepared, earlier=run_dir)
                 linked = replace(assignment, run_dir=run_dir, prepared=prepared)
-                yield WorkerFolder(linked, _node_store(link.url, shared, start), folder_link.flush)
+
+                def open_store(folder: Path, **_: Any) -> NodeStore:
+                    return NodeStore(folder, RemoteFolder(link.url), shared, folder_link.ask, start)
+
+                yield WorkerFolder(linked, open_store, folder_link.flush)
         finally:
             if folder_link.is_complete:
                 shutil.rmtree(run_dir, ignore_errors=True)
-
-
-def _node_store(url: str, shared: Path, start: NodeStart | None) -> OpenStore:
-    from orchestrator.storage.folder import RemoteFolder
-    from orchestrator.train.remote.node_store import NodeStore
-
-    return lambda folder, **_: NodeStore(folder, RemoteFolder(url), shared, start)
 
 
 def prepare_worker(assignment: Assignment, rank: int) -> PreparedRun:

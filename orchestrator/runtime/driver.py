@@ -46,7 +46,6 @@ from orchestrator.runtime.cluster.session import wait_for_slots
 from orchestrator.runtime.cluster.survey import resources_now
 from orchestrator.runtime.failures import final_error
 from orchestrator.runtime.folder_server import Link
-from orchestrator.runtime.node_folder import node_folder
 from orchestrator.runtime.ray_internals import (
     logs_folder,
     placement_groups_of_job,
@@ -56,6 +55,7 @@ from orchestrator.runtime.recovery import Failure, FailureHistory, GiveUp, Resta
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.runtime.shared_folder import nodes_see_start, open_link
 from orchestrator.tasks.load import loads_by_name
+from orchestrator.train.remote.node_folder import node_folder
 from orchestrator.train.remote.remote_start import remote_start
 from orchestrator.train.remote.run import RemoteRun, mirroring
 from orchestrator.train.worker.observers import stop_on_signal

@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any
 
 import ray
+from ray.train import get_context
 
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.live.screen.evaluation_screen import EvaluationScreen
@@ -33,7 +34,6 @@ from orchestrator.runtime.data_parallel.fit import WorkerGroup
 from orchestrator.runtime.data_parallel.worker import form_world
 from orchestrator.runtime.driver import make_assignment, placement_groups, remove_groups_since
 from orchestrator.runtime.failures import final_error
-from orchestrator.runtime.ray_internals import train_context
 from orchestrator.runtime.recovery import GiveUp
 from orchestrator.runtime.shared_folder import open_link
 from orchestrator.tasks.generation import GenerationOptions
@@ -107,7 +107,7 @@ def evaluate_worker(
     ``checkpoint`` is its name in the remote folder, if there is one."""
     from orchestrator.train.worker.checkpoint_evaluation import evaluate_checkpoint
 
-    context = train_context()
+    context = get_context()
     rank = context.get_world_rank()
     with masked_errors(secret_values()):
         assignment: Assignment = ray.get(config["assignment"])

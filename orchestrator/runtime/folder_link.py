@@ -1,8 +1,8 @@
 """A worker's end of the link between the driver's run folder and that of a worker that does not see it.
 
 The worker works in a folder of its own node. A thread of it sends the driver what is new there: events
-and logs as they grow, and small files that have changed. It brings back the driver's requests and its
-answers. Checkpoints do not pass here: each worker uploads its own files (``train.remote.node_store``).
+and logs as they grow, and small files that have changed. It brings back the driver's requests.
+Checkpoints do not pass here: each worker uploads its own files (``train.remote.node_store``).
 
 ``folder_server`` is the driver's end."""
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -20,16 +21,16 @@ import ray
 from orchestrator.record.files.events import whole_line_bytes
 from orchestrator.record.files.remote_record import EVENTS
 from orchestrator.runtime.failures import cause_of
-from orchestrator.runtime.folder_server import Change, Link
-from orchestrator.runtime.linked_files import file_version, piece_end, read_range, run_files
+from orchestrator.runtime.folder_server import Change, Link, Opened, is_growing, read_range, run_files
+from orchestrator.storage.folder import RemoteError
 from orchestrator.storage.local_files import replace_file
-from orchestrator.train.remote.publish_requests import answer_names
 from orchestrator.types import bytes_text, first_line
 
 _MAIN_SECONDS = 0.1
 _OTHERS_SECONDS = 1.0
 _CALL_SECONDS = 60.0
 _FLUSH_SECONDS = 5.0
+_ASK_SECONDS = 0.02
 _LAST_SECONDS = 60.0
 _MAX_PIECE_BYTES = 2**22
 _MAX_FILE_BYTES = 2**26
@@ -46,11 +47,11 @@ class FolderLink:
         self._run_dir = run_dir
         self._is_main = rank == 0
         self._writer = 0
+        self._num_calls = 0
         self._sent: dict[str, tuple[int, int]] = {}
         """Size and time of each file when it was sent; of a growing file, the bytes sent."""
-        self._unanswered: list[tuple[Change, tuple[int, int]]] = []
-        """Changes that the driver may have or not, with the versions of their files."""
-        self._num_changes = 0
+        self._sizes: dict[str, int] = {}
+        """Bytes that growing files have on the driver's disk."""
         self._is_behind = False
         """Whether a file has more bytes than the last pieces of it."""
         self._received: dict[str, bytes] = {}
@@ -67,9 +68,11 @@ class FolderLink:
 
     def __enter__(self) -> Self:
         (self._run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        self._writer, files = ray.get(self._server.open.remote(self._is_main))
-        self._write(files)
-        self._sent = {name: file_version(path) for name, path in run_files(self._run_dir)}
+        opened: Opened = ray.get(self._server.open.remote(self._is_main))
+        self._writer = opened.writer
+        self._sizes |= opened.sizes
+        self._write(opened.files)
+        self._sent = {name: _file_version(path) for name, path in run_files(self._run_dir)}
         self._thread.start()
         return self
 
@@ -88,11 +91,34 @@ class FolderLink:
         """Wait until the driver has what was written before, at most a few seconds: it may be gone.
 
         The driver warns of a run that goes on from a snapshot whose events it has not received."""
+        self._wait_sent(self._want_flush(), _FLUSH_SECONDS)
+
+    def ask(self, verb: str, subject: str, content: bytes, on_wait: Callable[[], None]) -> None:
+        """Send the driver a request, and wait for its answer. Raises ``RemoteError`` if it failed.
+
+        The driver has all that was written before. ``on_wait`` is called meanwhile, and may raise an
+        error of its own."""
+        flush = self._want_flush()
+        while not self._wait_sent(flush, _ASK_SECONDS):
+            on_wait()
+        answer = self._server.ask.remote(self._writer, verb, subject, content)
+        while not ray.wait([answer], timeout=_ASK_SECONDS)[0]:
+            on_wait()
+        reason = ray.get(answer)
+        if reason:
+            raise RemoteError(reason)
+
+    def _want_flush(self) -> int:
+        """Let the thread exchange at once. Return the number of this flush."""
         with self._changed:
             self._num_wanted += 1
-            number = self._num_wanted
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._num_done >= number, _FLUSH_SECONDS)
+            return self._num_wanted
+
+    def _wait_sent(self, number: int, timeout_s: float) -> bool:
+        """Return whether a flush is done, after the timeout at the latest."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_done >= number, timeout_s)
 
     def _run(self) -> None:
         interval_s = _MAIN_SECONDS if self._is_main else _OTHERS_SECONDS
@@ -133,26 +159,24 @@ class FolderLink:
 
     def _exchange(self) -> None:
         """Send what is new, in pieces, and take what the driver has written."""
-        has_more = True
-        while has_more:
-            is_again = bool(self._unanswered)
-            if not is_again:
-                self._is_behind = False
-                self._unanswered = list(self._new_changes())
-            changes = self._unanswered
-            wanted = answer_names(self._run_dir)
-            reply = self._server.exchange.remote(self._writer, [change for change, _ in changes], wanted)
-            files: dict[str, bytes] = ray.get(reply, timeout=_CALL_SECONDS)
-            self._unanswered = []
+        self._is_behind = True
+        while self._is_behind:
+            self._is_behind = False
+            changes = list(self._new_changes())
+            self._num_calls += 1
+            reply = self._server.exchange.remote(
+                self._writer, self._num_calls, [change for change, _ in changes]
+            )
+            sizes, files = ray.get(reply, timeout=_CALL_SECONDS)
+            self._sizes |= sizes
             self._sent |= {change.name: version for change, version in changes}
             self._write(files)
-            has_more = is_again or self._is_behind
 
     def _new_changes(self) -> Iterator[tuple[Change, tuple[int, int]]]:
-        """Yield the files that have changed: the events first, and last the requests to publish them."""
+        """Yield the changes of files, the events first, with the versions that the driver then has."""
         for name, path in run_files(self._run_dir):
             try:
-                change = self._new_change(name, path)
+                change = self._new_bytes(name, path) if is_growing(name) else self._new_content(name, path)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -161,27 +185,26 @@ class FolderLink:
             if change is not None:
                 yield change
 
-    def _new_change(self, name: str, path: Path) -> tuple[Change, tuple[int, int]] | None:
-        """Return what is new in a file, with the version that the driver then has."""
-        size, mtime = version = file_version(path)
-        sent, _ = sent_version = self._sent.get(name, (0, 0))
-        is_growing = name == EVENTS or name.endswith(".log")
-        if name == EVENTS:
-            size = whole_line_bytes(path)
-        if is_growing and size > sent:
-            data = read_range(path, sent, piece_end(path, sent, size, _MAX_PIECE_BYTES))
-            version = (sent + len(data), mtime)
-            self._is_behind |= version[0] < size
-        elif not is_growing and size > _MAX_FILE_BYTES:
+    def _new_bytes(self, name: str, path: Path) -> tuple[Change, tuple[int, int]] | None:
+        """Return the next bytes of a file that grows; of the events, in whole lines at the end."""
+        size = whole_line_bytes(path) if name == EVENTS else path.stat().st_size
+        sent, _ = self._sent.get(name, (0, 0))
+        if size <= sent:
+            return None
+        data = read_range(path, sent, min(size, sent + _MAX_PIECE_BYTES))
+        self._is_behind |= sent + len(data) < size
+        return Change(name, data, self._sizes.get(name, 0)), (sent + len(data), 0)
+
+    def _new_content(self, name: str, path: Path) -> tuple[Change, tuple[int, int]] | None:
+        """Return the content of a file that has changed and is small."""
+        version = _file_version(path)
+        if version[0] > _MAX_FILE_BYTES:
             limit = bytes_text(_MAX_FILE_BYTES)
             self._leave_behind(name, f"{path} has more than {limit}, and is not sent to the driver")
             return None
-        elif not is_growing and version != sent_version:
-            data = path.read_bytes()
-        else:
+        if version == self._sent.get(name):
             return None
-        self._num_changes += 1
-        return Change(name, data, is_growing, self._num_changes), version
+        return Change(name, path.read_bytes()), version
 
     def _leave_behind(self, name: str, message: str) -> None:
         self._left_behind.add(name)
@@ -192,10 +215,18 @@ class FolderLink:
             self._warned.add(cause)
             _logger.warning(message)
 
-    def _write(self, files: dict[str, bytes]) -> None:
+    def _write(self, files: Mapping[str, bytes]) -> None:
         for name, data in files.items():
             if self._received.get(name) != data:
                 path = self._run_dir / name
                 replace_file(path, data)
                 self._received[name] = data
-                self._sent[name] = file_version(path)
+                self._sent[name] = _file_version(path)
+
+
+def _file_version(path: Path) -> tuple[int, int]:
+    """Return size and time of a file; zeros if it is gone."""
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        return status.st_size, status.st_mtime_ns
+    return 0, 0

@@ -255,22 +255,17 @@ def send_prestart_request(address: str, request: Any, timeout_s: float) -> None:
 # --- Ray Train
 
 
-def train_context() -> Any:
-    """Return a Ray Train worker's context: rank and world size.
-
-    The public ``ray.train`` imports all of Tune first.
-    """
-    from ray.train.v2._internal.execution.context import get_train_context
-
-    return get_train_context()
-
-
 async def run_train_controller(parts: dict[str, Any]) -> Any:
     """Run Ray Train's controller in this process; return its result.
 
     ``DataParallelTrainer._initialize_and_run_controller`` starts an actor for it, whose process imports
-    Ray Train once more. Two more actors are left out: one passes requests on to an autoscaler (the
-    session does that), one lets workers wait for each other in ``ray.train.report`` (ours never call it).
+    Ray Train once more, at each restart: a restart after a kill then takes 3.5 times the CPU time (19.0 s
+    instead of 5.5; ``benchmarks/LOG.md``, 2026-11-18). Ray had a variable against that (its pull request
+    49522) and removed it (55556).
+
+    Two more actors are left out. One passes requests on to an autoscaler, which the session does; it is
+    detached, and would stay in a cluster that the run has joined. One lets workers wait for each other
+    in ``ray.train.report``, which ours never call.
     """
     from ray.train.v2._internal.execution.controller import TrainController
     from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.runtime import folder_link
-from tests.support.storage.folder_links import WAIT_S, ServerHandle
+from tests.support.storage.folder_links import WAIT_S, ServerHandle, without_ray
 
 
 @pytest.fixture
@@ -26,5 +25,5 @@ def driver_dir(tmp_path: Path) -> Path:
 def server(driver_dir: Path, monkeypatch: pytest.MonkeyPatch) -> ServerHandle:
     """The server of the driver's run folder. Links call it without Ray, and flush for as long as needed."""
     monkeypatch.setattr(folder_link, "_FLUSH_SECONDS", WAIT_S)
-    monkeypatch.setattr(folder_link, "ray", SimpleNamespace(get=lambda reply, timeout=None: reply))
+    monkeypatch.setattr(folder_link, "ray", without_ray())
     return ServerHandle(driver_dir)

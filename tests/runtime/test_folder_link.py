@@ -15,9 +15,9 @@ from orchestrator.record.files.events import EventLog, read_events
 from orchestrator.record.files.log import SilentLog
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.bootstrap import Assignment, DriverRequests, check_run_dir
-from orchestrator.storage.folder import RemoteFolder
+from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote.mirror import Mirror
-from orchestrator.train.remote.publish_requests import ABANDON, ask
+from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH
 from tests.support.storage.folder_links import ServerHandle, linked, wait_until
 
 
@@ -187,10 +187,48 @@ def test_the_driver_answers_the_main_host_through_the_link(
 ) -> None:
     uploads = Mirror(driver_dir, RemoteFolder(f"memory://{uuid4().hex}"))
     uploads.start(SilentLog(), keep=1)
-    run_dir = tmp_path / "worker"
-    with linked(server, run_dir):
+    with linked(server, tmp_path / "worker") as link:
         for number in range(2):
-            ask(run_dir, ABANDON, f"5-{number}", b"", lambda: None)
+            link.ask(ABANDON, f"5-{number}", b"", lambda: None)
+        with pytest.raises(RemoteError, match=r"no readable manifest\.json"):
+            link.ask(PUBLISH, "step_00000040.1", b"no manifest", lambda: None)
     uploads.stop()
-    assert not list(run_dir.rglob("*.request"))
     assert not list(driver_dir.rglob("*.request"))
+
+
+def test_a_request_follows_the_events_before_it(
+    server: ServerHandle, driver_dir: Path, tmp_path: Path
+) -> None:
+    """A checkpoint is published after the record of its steps."""
+    run_dir = tmp_path / "worker"
+    server.is_down = True
+    with linked(server, run_dir) as link:
+        EventLog(run_dir / "events.jsonl").write("step", step=1)
+        waits: list[int] = []
+
+        def wait() -> None:
+            waits.append(1)
+            assert not list(driver_dir.rglob("*.request"))
+            server.is_down = len(waits) < 3
+
+        seen: list[bytes] = []
+
+        def answer(*_: object) -> str:
+            seen.append((driver_dir / "events.jsonl").read_bytes())
+            return ""
+
+        server.ask.remote = answer
+        link.ask(ABANDON, "5-1", b"", wait)
+    assert len(waits) >= 3
+    assert b'"step"' in seen[0]
+
+
+def test_a_main_host_whose_group_was_left_waits_no_longer(server: ServerHandle, tmp_path: Path) -> None:
+    def leave() -> None:
+        raise TimeoutError("the group was left")
+
+    server.is_down = True
+    with linked(server, tmp_path / "worker") as link:
+        with pytest.raises(TimeoutError, match="the group was left"):
+            link.ask(ABANDON, "5-1", b"", leave)
+        server.is_down = False

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.record.files.events import EventLog, read_events
-from orchestrator.runtime.folder_server import FolderServer
-from orchestrator.storage.local_files import replace_file
-from orchestrator.train.remote.publish_requests import FOLDER as PUBLISH_REQUESTS
-from orchestrator.train.remote.publish_requests import open_requests
+from orchestrator.runtime.folder_server import Change, FolderServer
+from orchestrator.storage.folder import RemoteError
+from orchestrator.train.remote.publish_requests import PUBLISH, open_requests
 from tests.support.storage.folder_links import ServerHandle, linked, wait_until
 
 
@@ -32,12 +31,13 @@ def test_a_request_of_a_main_host_that_was_replaced_is_dropped(
     server: ServerHandle, driver_dir: Path, tmp_path: Path
 ) -> None:
     """The next group may have resumed from an earlier checkpoint than the one that it would publish."""
-    with linked(server, tmp_path / "old") as old, linked(server, tmp_path / "new") as new:
-        for worker, name in (("old", "publish-step_00000040.1"), ("new", "publish-step_00000020.2")):
-            replace_file(tmp_path / worker / PUBLISH_REQUESTS / f"{name}.request", b"a manifest")
-        for link in (old, new):
-            link.flush()
-    assert [request.subject for request in open_requests(driver_dir)] == ["step_00000020.2"]
+    with (
+        linked(server, tmp_path / "old") as old,
+        linked(server, tmp_path / "new"),
+        pytest.raises(RemoteError, match="the group of this main host was left"),
+    ):
+        old.ask(PUBLISH, "step_00000040.1", b"a manifest", lambda: None)
+    assert open_requests(driver_dir) == []
 
 
 def test_a_worker_that_opens_the_record_after_the_clock_was_set_back_writes_it(
@@ -54,12 +54,25 @@ def test_a_worker_that_opens_the_record_after_the_clock_was_set_back_writes_it(
     assert "stale" not in event
 
 
-def test_files_outside_of_the_run_folder_are_not_read(driver_dir: Path, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("secret")
+def test_files_outside_of_the_run_folder_are_not_written(driver_dir: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
     server = FolderServer(driver_dir, ())
-    writer, _ = server.open(is_main=True)
-    assert server.exchange(writer, [], [str(secret), "../secret", "plan.json"]).keys() == {"plan.json"}
+    writer = server.open(is_main=True).writer
+    for call, name in enumerate((str(outside), "../outside", "logs/../../outside", "")):
+        for offset in (None, 0):
+            server.exchange(writer, call, [Change(name, b"written", offset)])
+    assert not outside.exists()
+    server.exchange(writer, 10, [Change("own/notes.txt", b"written")])
+    assert (driver_dir / "own" / "notes.txt").read_text() == "written"
+
+
+def test_an_exchange_that_comes_after_a_later_one_writes_nothing(driver_dir: Path) -> None:
+    """Its worker has not waited for the reply any longer, and has sent the file again."""
+    server = FolderServer(driver_dir, ())
+    writer = server.open(is_main=True).writer
+    server.exchange(writer, 2, [Change("plan.json", b"new")])
+    server.exchange(writer, 1, [Change("plan.json", b"old")])
+    assert (driver_dir / "plan.json").read_bytes() == b"new"
 
 
 def test_a_restarted_server_takes_events_of_the_worker_that_had_opened_the_record(

@@ -14,6 +14,7 @@ from orchestrator.record.files.tail import Follower
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.folder_link import FolderLink
 from orchestrator.runtime.folder_server import Change, FolderServer, Link
+from tests.support.storage.folder_links import without_ray
 
 EVENTS = "events.jsonl"
 
@@ -37,28 +38,28 @@ def folder(tmp_path: Path) -> Path:
 def killed_in_append(folder: Path, change: Change, num_bytes: int) -> tuple[FolderServer, int]:
     """Return a server that was restarted after it had appended so many bytes, and the worker's number."""
     server = FolderServer(folder, ())
-    writer, _ = server.open(is_main=True)
-    server.exchange(writer, [Change(change.name, lines_of(1, 2), append=True, number=1)], ())
+    writer = server.open(is_main=True).writer
+    server.exchange(writer, 1, [Change(change.name, lines_of(1, 2), 0)])
     with (folder / change.name).open("ab") as file:
         file.write(change.data[:num_bytes])
     return FolderServer(folder, ()), writer
 
 
 def test_an_append_that_is_sent_again_completes_the_torn_one(folder: Path) -> None:
-    change = Change(EVENTS, lines_of(3, 4, 5), append=True, number=2)
+    change = Change(EVENTS, lines_of(3, 4, 5), len(lines_of(1, 2)))
     for num_bytes in range(len(change.data) + 1):
         server, writer = killed_in_append(folder, change, num_bytes)
-        server.exchange(writer, [change], ())
+        server.exchange(writer, 2, [change])
         assert (folder / EVENTS).read_bytes() == lines_of(1, 2, 3, 4, 5), num_bytes
         (folder / EVENTS).unlink()
 
 
 def test_the_next_main_worker_begins_on_a_new_line(folder: Path) -> None:
-    change = Change(EVENTS, lines_of(3), append=True, number=2)
+    change = Change(EVENTS, lines_of(3), len(lines_of(1, 2)))
     server, _ = killed_in_append(folder, change, len(change.data) // 2)
     assert steps_in(folder) == [1, 2]
-    writer, _ = server.open(is_main=True)
-    server.exchange(writer, [Change(EVENTS, lines_of(3, 4), append=True, number=1)], ())
+    opened = server.open(is_main=True)
+    server.exchange(opened.writer, 1, [Change(EVENTS, lines_of(3, 4), opened.sizes[EVENTS])])
     assert (folder / EVENTS).read_bytes() == lines_of(1, 2, 3, 4)
 
 
@@ -66,22 +67,35 @@ def test_readers_of_a_growing_record_see_each_event_once(folder: Path) -> None:
     seen: list[Event] = []
     (folder / EVENTS).touch()
     follower = Follower(folder / EVENTS, [seen.append])
-    change = Change(EVENTS, lines_of(3, 4), append=True, number=2)
+    change = Change(EVENTS, lines_of(3, 4), len(lines_of(1, 2)))
     server, writer = killed_in_append(folder, change, len(lines_of(3)) - 9)
     follower.poll()
     assert [event["step"] for event in seen] == [1, 2]
-    server.exchange(writer, [change], ())
+    server.exchange(writer, 2, [change])
     follower.close()
     assert [event["step"] for event in seen] == [1, 2, 3, 4]
 
 
 def test_a_log_with_equal_lines_keeps_them_all(folder: Path) -> None:
     server = FolderServer(folder, ())
-    writer, _ = server.open(is_main=False)
-    server.exchange(writer, [Change("worker_1.log", b"waiting\n", append=True, number=1)], ())
-    restarted = FolderServer(folder, ())
-    restarted.exchange(writer, [Change("worker_1.log", b"waiting\nready\n", append=True, number=2)], ())
-    assert (folder / "worker_1.log").read_text() == "waiting\nwaiting\nready\n"
+    writer = server.open(is_main=False).writer
+    sizes, _ = server.exchange(writer, 1, [Change("worker_1.log", b"waiting\n", 0)])
+    again = Change("worker_1.log", b"waiting\nready\n", sizes["worker_1.log"])
+    for _ in range(2):
+        restarted = FolderServer(folder, ())
+        restarted.exchange(writer, 2, [again])
+        assert (folder / "worker_1.log").read_text() == "waiting\nwaiting\nready\n"
+
+
+def test_two_workers_that_write_one_log_lose_no_line(folder: Path) -> None:
+    """A host that leaves a group sends its last lines while another one has its rank already."""
+    server = FolderServer(folder, ())
+    old, new = (server.open(is_main=False).writer for _ in range(2))
+    server.exchange(old, 1, [Change("worker_1.log", b"begun\n", 0)])
+    server.exchange(new, 1, [Change("worker_1.log", b"joined\n", 0)])
+    sizes, _ = server.exchange(old, 2, [Change("worker_1.log", b"left\n", 6)])
+    assert sizes == {"worker_1.log": 18}
+    assert (folder / "worker_1.log").read_text() == "begun\njoined\nleft\n"
 
 
 class FullDisk:
@@ -96,6 +110,12 @@ class FullDisk:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
+    def seek(self, *position: int) -> int:
+        return self._file.seek(*position)
+
+    def read(self) -> bytes:
+        return self._file.read()
+
     def write(self, data: bytes) -> None:
         self._file.write(data[:9])
         self._file.flush()
@@ -103,26 +123,26 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("name", [EVENTS, "worker_0.log"])
-def test_an_append_that_failed_on_a_full_disk_leaves_nothing(
+def test_an_append_that_failed_on_a_full_disk_is_completed_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     server = FolderServer(folder, ())
-    writer, _ = server.open(is_main=True)
-    server.exchange(writer, [Change(name, lines_of(1), append=True, number=1)], ())
-    change = Change(name, lines_of(2), append=True, number=2)
+    writer = server.open(is_main=True).writer
+    server.exchange(writer, 1, [Change(name, lines_of(1), 0)])
+    change = Change(name, lines_of(2), len(lines_of(1)))
     open_file = Path.open
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda path, *mode: FullDisk(open_file(path, *mode)))
         with pytest.raises(OSError, match="No space left"):
-            server.exchange(writer, [change], ())
-    server.exchange(writer, [change], ())
+            server.exchange(writer, 2, [change])
+    server.exchange(writer, 2, [change])
     assert (folder / name).read_bytes() == lines_of(1, 2)
 
 
 def test_a_disk_that_is_full_after_a_restart_repeats_no_event(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change = Change(EVENTS, lines_of(3, 4), append=True, number=2)
+    change = Change(EVENTS, lines_of(3, 4), len(lines_of(1, 2)))
     server, writer = killed_in_append(folder, change, len(lines_of(3)))
     open_file = Path.open
     with monkeypatch.context() as patch:
@@ -130,26 +150,26 @@ def test_a_disk_that_is_full_after_a_restart_repeats_no_event(
             Path,
             "open",
             lambda path, mode, **_: (
-                FullDisk(open_file(path, mode)) if mode == "ab" else open_file(path, mode)
+                FullDisk(open_file(path, mode)) if mode == "a+b" else open_file(path, mode)
             ),
         )
         with pytest.raises(OSError, match="No space left"):
-            server.exchange(writer, [change], ())
-    server.exchange(writer, [change], ())
+            server.exchange(writer, 2, [change])
+    server.exchange(writer, 2, [change])
     assert (folder / EVENTS).read_bytes() == lines_of(1, 2, 3, 4)
 
 
-def test_long_events_are_sent_in_pieces_of_whole_lines(
+def test_long_events_are_sent_in_pieces(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_link, "_MAX_PIECE_BYTES", 150)
-    monkeypatch.setattr(folder_link, "ray", SimpleNamespace(get=lambda reply, timeout=None: reply))
+    monkeypatch.setattr(folder_link, "ray", without_ray())
     server = FolderServer(folder, ())
     pieces: list[bytes] = []
 
-    def exchange(writer: int, changes: list[Change], wanted: list[str]) -> dict[str, bytes]:
+    def exchange(writer: int, call: int, changes: list[Change]) -> tuple[dict[str, int], dict[str, bytes]]:
         pieces.extend(change.data for change in changes)
-        return server.exchange(writer, changes, wanted)
+        return server.exchange(writer, call, changes)
 
     handle = SimpleNamespace(
         open=SimpleNamespace(remote=server.open), exchange=SimpleNamespace(remote=exchange)
@@ -164,4 +184,3 @@ def test_long_events_are_sent_in_pieces_of_whole_lines(
     assert (folder / EVENTS).read_bytes() == b"".join(pieces)
     assert (folder / EVENTS).read_bytes().count(b"\n") == 22
     assert len(pieces) > 5
-    assert all(piece.endswith(b"\n") for piece in pieces)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.train import get_context
 from ray.train.backend import Backend, BackendConfig
 
 from experts.actor_host import common_address, free_address
@@ -28,7 +29,6 @@ from orchestrator.runtime.bootstrap import (
 )
 from orchestrator.runtime.cluster.environment import set_variables, variable
 from orchestrator.runtime.cluster.prestart import request_successor
-from orchestrator.runtime.ray_internals import train_context
 
 # The driver imports this module before it plans a run; torch is imported where it is needed.
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     """Run one worker to the end.
 
     The driver receives the result of rank 0, and the exception of any rank."""
-    context = train_context()
+    context = get_context()
     rank = context.get_world_rank()
     world_size = context.get_world_size()
     with masked_errors(secret_values()):

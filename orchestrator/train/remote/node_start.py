@@ -20,7 +20,7 @@ from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.storage.local_files import replace_file
 from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints
-from orchestrator.train.remote.node_downloads import NodeDownloads
+from orchestrator.train.remote.node_folder import NodeDownloads
 from orchestrator.train.remote.remote_start import START, RemoteStart
 
 

@@ -20,24 +20,32 @@ from orchestrator.train.remote.checkpoints import (
     RemoteCheckpoints,
     named_checkpoint,
 )
-from orchestrator.train.remote.node_downloads import NodeDownloads
-from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH, ask
+from orchestrator.train.remote.node_folder import NodeDownloads
+from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH
 from orchestrator.train.remote.retry import retried
 
 _DOWNLOADED = "downloaded-"
+
+Ask = Callable[[str, str, bytes, Callable[[], None]], None]
+"""Sends the driver a request: what to do, with which checkpoint, the manifest, and a call while it waits."""
 
 
 class NodeStore(CheckpointStore):
     """Saves a worker's part of each checkpoint in a remote folder, and reads checkpoints from there."""
 
     def __init__(
-        self, folder: Path, remote: RemoteFolder, node_folder: Path, start: StartCheckpoint | None = None
+        self,
+        folder: Path,
+        remote: RemoteFolder,
+        node_folder: Path,
+        ask: Ask,
+        start: StartCheckpoint | None = None,
     ) -> None:
         """``folder`` is in this worker's own run folder; ``node_folder`` is for all workers of this node.
 
         ``start`` is the checkpoint of another run that this one began with."""
         super().__init__(folder, repair=False, start=start)
-        self._run_dir = folder.parent
+        self._ask = ask
         self._checkpoints = RemoteCheckpoints(remote / CHECKPOINTS)
         # Its name tells the paths that the main host lists from those that a user has named.
         downloaded = node_folder / f"{_DOWNLOADED}{node_folder.name}"
@@ -68,7 +76,7 @@ class NodeStore(CheckpointStore):
     ) -> Path:
         """Let the driver publish a checkpoint whose files all hosts have uploaded."""
         name = _remote_name(unfinished)
-        ask(self._run_dir, PUBLISH, name, manifest_bytes(step, files), on_wait)
+        self._ask(PUBLISH, name, manifest_bytes(step, files), on_wait)
         return self.folder / name
 
     def retain(self, best_step: int | None) -> None:
@@ -112,7 +120,7 @@ class NodeStore(CheckpointStore):
         """Let the driver unpublish the checkpoints later than ``step``, which the run resumes from."""
         published = retried(self._checkpoints.newest_first, on_wait)
         if any(checkpoint.step > step for checkpoint in published):
-            ask(self._run_dir, ABANDON, f"{step}-{secrets.token_hex(4)}", b"", on_wait)
+            self._ask(ABANDON, f"{step}-{secrets.token_hex(4)}", b"", on_wait)
 
 
 def published_steps(url: str) -> list[int]:

@@ -11,6 +11,10 @@ from typing import Any
 from orchestrator.runtime.bootstrap import LINKED_FILES
 from orchestrator.runtime.folder_link import FolderLink
 from orchestrator.runtime.folder_server import FolderServer, Link
+from orchestrator.storage.folder import RemoteError
+from orchestrator.storage.local_files import replace_file
+from orchestrator.train.remote.node_store import Ask
+from orchestrator.train.remote.publish_requests import FOLDER
 
 WAIT_S = 60.0
 
@@ -26,6 +30,7 @@ class ServerHandle:
         self.restart()
         self.open = SimpleNamespace(remote=lambda is_main: self._server.open(is_main))
         self.exchange = SimpleNamespace(remote=self._exchange)
+        self.ask = SimpleNamespace(remote=lambda *arguments: self._server.ask(*arguments))
 
     def restart(self) -> None:
         """Start the server again, as Ray does after its process has died."""
@@ -40,6 +45,35 @@ class ServerHandle:
             self.num_lost_replies -= 1
             raise TimeoutError("the reply was lost")
         return reply
+
+
+def without_ray() -> SimpleNamespace:
+    """Return the functions of Ray that a link calls: here a reply is the value itself."""
+    return SimpleNamespace(
+        get=lambda reply, timeout=None: reply,
+        wait=lambda replies, timeout: (replies, []),
+    )
+
+
+def no_requests(*_: object) -> None:
+    """Stand for the requests of a store that only reads."""
+    raise AssertionError("this store saves nothing")
+
+
+def asking(driver_dir: Path) -> Ask:
+    """Return a function that asks the driver for an answer, as the server of its folder does."""
+
+    def ask(verb: str, subject: str, content: bytes, on_wait: Callable[[], None]) -> None:
+        request = driver_dir / FOLDER / f"{verb}-{subject}.request"
+        replace_file(request, content)
+        while not request.with_suffix(".answer").exists():
+            on_wait()
+            time.sleep(0.01)
+        reason = request.with_suffix(".answer").read_text()
+        if reason:
+            raise RemoteError(reason)
+
+    return ask
 
 
 def linked(server: ServerHandle, run_dir: Path, rank: int = 0) -> FolderLink:

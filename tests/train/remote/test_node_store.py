@@ -22,6 +22,7 @@ from orchestrator.train.remote import mirror, node_store, retry
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.node_store import NodeStore
+from tests.support.storage.folder_links import asking, no_requests
 
 HOSTS = 3
 
@@ -43,7 +44,7 @@ def folder() -> RemoteFolder:
 
 @pytest.fixture
 def driver(folder: RemoteFolder, tmp_path: Path) -> Iterator[Mirror]:
-    """The driver's uploads. Its run folder is that of host 0, as if a link copied the requests."""
+    """The driver's uploads. Its run folder is that of host 0."""
     uploads = Mirror(tmp_path / "host0", folder)
     uploads.start(SilentLog(), keep=1)
     yield uploads
@@ -53,7 +54,7 @@ def driver(folder: RemoteFolder, tmp_path: Path) -> Iterator[Mirror]:
 def store_of(tmp_path: Path, folder: RemoteFolder, host: int) -> NodeStore:
     """Return the store of a host on a node of its own."""
     node = tmp_path / f"node{host}" / "run"
-    return NodeStore(tmp_path / f"host{host}" / "checkpoints", folder, node)
+    return NodeStore(tmp_path / f"host{host}" / "checkpoints", folder, node, asking(tmp_path / "host0"))
 
 
 def part(host: int, step: int) -> HostPart:
@@ -265,7 +266,9 @@ def test_the_processes_of_a_node_download_a_checkpoint_once(
 
     monkeypatch.setattr(RemoteFolder, "download", count)
     node = tmp_path / "node8" / "run"
-    processes = [NodeStore(tmp_path / f"process{n}" / "checkpoints", folder, node) for n in range(2)]
+    processes = [
+        NodeStore(tmp_path / f"process{n}" / "checkpoints", folder, node, no_requests) for n in range(2)
+    ]
     # The main host lists the path of its own node.
     paths: list[Path] = []
 

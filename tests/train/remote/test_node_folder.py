@@ -15,6 +15,7 @@ from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote import retry
 from orchestrator.train.remote.node_store import NodeStore
 from tests.support.storage.checkpoints import remote_run_with_checkpoints
+from tests.support.storage.folder_links import no_requests
 
 _WAIT_S = 60.0
 NAMES = ("step_00000020", "step_00000040")
@@ -31,7 +32,7 @@ def folder(tmp_path: Path) -> RemoteFolder:
 def processes(folder: RemoteFolder, tmp_path: Path) -> list[NodeStore]:
     """The stores of two processes of one node."""
     node = tmp_path / "node" / "run"
-    return [NodeStore(tmp_path / f"process{n}" / "checkpoints", folder, node) for n in range(2)]
+    return [NodeStore(tmp_path / f"process{n}" / "checkpoints", folder, node, no_requests) for n in range(2)]
 
 
 @contextmanager
