@@ -85,6 +85,7 @@ FLAGS_OF_OTHERS = frozenset(
         "--outcomes",
         "--partition",
         "--planted",
+        "--tier",
         "--port",
         "--ray-client-server-port",
         "--requeue",

@@ -17,7 +17,7 @@ NO_LABEL = -100
 class TwoWorkers:
     """A step of one pass: three labels on this worker, four on the other."""
 
-    model = nn.Identity()
+    model: nn.Module = nn.Identity()
     is_single_pass = True
 
     def batches(self) -> Any:
