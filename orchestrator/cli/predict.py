@@ -81,7 +81,7 @@ def _trace_plan(prepared: PreparedRun, data: TrainingData | None) -> MicroBatchO
     plan = prepared.plan
     on_gpu = plan.device.value != "cpu"
     precision = plan.precision.value
-    hosts = hosts_of_group(plan)
+    hosts = hosts_of_group(plan) if plan.strategy_facts.divides_experts else 1
     # Experts of one size are computed in one operation on the CPU, and where the GPU has a kernel
     # for it.
     capabilities = [gpu.capability for gpu in prepared.inventory.gpus]

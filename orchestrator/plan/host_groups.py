@@ -12,9 +12,7 @@ from orchestrator.types import Choice, bytes_text
 
 
 def hosts_of_group(plan: Plan) -> int:
-    """Return the number of hosts that together hold every expert once, as planned; 1 if each worker does."""
-    if not plan.strategy_facts.divides_experts:
-        return 1
+    """Return the number of hosts that together hold every expert once, as planned."""
     return max(1, plan.workers.value // plan.expert_replicas.value)
 
 
