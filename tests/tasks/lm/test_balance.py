@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,10 +21,10 @@ class TwoWorkers:
     model: nn.Module = nn.Identity()
     is_single_pass = True
 
-    def batches(self) -> Any:
+    def batches(self) -> Iterator[Any]:
         yield {"labels": torch.tensor([[1, 2, NO_LABEL], [NO_LABEL, 3, NO_LABEL]])}
 
-    def forward(self, _: Any) -> list[Any]:
+    def forward(self, function: Any) -> list[Any]:
         raise AssertionError("the pass counts its own choices")
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
