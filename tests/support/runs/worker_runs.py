@@ -3,7 +3,7 @@ process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from orchestrator.config.settings import Config
+from orchestrator.plan.estimate import ShardingForm
 from orchestrator.tasks.task import TensorData
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies import ddp
-from orchestrator.train.strategies.ddp import DDPOptions
 from tests.support.faults.planted_faults import step_batches
 from tests.support.hosts.ranks import run_ranks
 from tests.support.runs.steppers import (
@@ -30,7 +30,6 @@ from tests.support.runs.steppers import (
 )
 
 CPU = torch.device("cpu")
-DEFAULT_OPTIONS = DDPOptions()
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,12 @@ class WorkerCase:
     samples: int | None = None
     """Samples of the data; None for all of them."""
     shares: tuple[float, ...] = ()
-    sharding: str = "none"
+    sharding: ShardingForm = "none"
     steps: int = 10
     config: Config = UNEVEN_EXPERTS
     steps_before_overlap: int = 4
-    options: DDPOptions = DEFAULT_OPTIONS
+    settings: dict[str, Any] = field(default_factory=dict)
+    """More settings of the run."""
 
     def make_task(self) -> Any:
         task = self.task(self.config)
@@ -96,7 +96,7 @@ def train(case: WorkerCase, world: World | None = None) -> WorkerResult:
         emit=events,
         world=world,
         sharding=case.sharding if world else "none",
-        options=case.options,
+        **case.settings,
     )
     model = stepper.strategy.model
     totals: list[Totals] = []
