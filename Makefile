@@ -75,7 +75,7 @@ try-install: $(VENV)/.installed-dev
 
 # tests on a GPU, with the packages of $(PYTHON): several processes share it, then those that need it alone run.
 # make gpu ARGS='--outcomes FILE' keeps each outcome; with --rest the tests that passed there are left out
-GPU_TESTS := $(PYTHON) -m pytest -p tests.support.outcomes tests/gpu
+GPU_TESTS := $(PYTHON) -m pytest -p harness.outcomes tests/gpu
 gpu:
 	$(GPU_TESTS) -m 'gpu and not whole_gpu and not slow' -n 4 --dist worksteal $(ARGS); first=$$?; \
 	$(GPU_TESTS) -m 'gpu and (whole_gpu or slow)' --timeout=3600 $(ARGS); second=$$?; \

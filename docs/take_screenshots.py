@@ -23,7 +23,7 @@ from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
-from tests.support.docs.browser import find_chromium, open_browser
+from harness.docs.browser import find_chromium, open_browser
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from harness.hosts.cluster import RayCluster, local_cluster
+from harness.storage.object_server import ObjectServer, object_server
 from orchestrator.report.run import page
-from tests.support.hosts.cluster import RayCluster, local_cluster
-from tests.support.storage.object_server import ObjectServer, object_server
 
 # Set before torch is imported, here and in processes that tests start. Tensors of tests are tiny:
 # on two busy cores, threads that wait for each other cost ten times what they save.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Workers and commands that tests start load tasks of tests.support.
+# Workers and commands that tests start load tasks of harness.
 _ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 

@@ -11,16 +11,17 @@ from collections.abc import Callable
 
 import pytest
 
-from orchestrator.strategies import STRATEGIES
-from tests.support.docs.source_trees import (
+from harness.docs.source_trees import (
     IMPORTS,
     MODULES,
     PRIVATE_RAY,
+    ROOT,
     TREES,
     Import,
     imports_of,
     is_within,
 )
+from orchestrator.strategies import STRATEGIES
 
 LAYERS = (
     "storage",
@@ -170,7 +171,7 @@ def may_import_distributed(entry: Import) -> bool:
 
 
 def leaves_tests_alone(entry: Import) -> bool:
-    return not is_within(entry.name, ["benchmarks", "tests"])
+    return not is_within(entry.name, ["benchmarks", "harness", "tests"])
 
 
 RULES: tuple[Callable[[Import], bool], ...] = (
@@ -224,11 +225,25 @@ def test_every_import_follows_the_rule(rule: Callable[[Import], bool]) -> None:
         (may_import_torch, "experts.placement.x", "from torch import Tensor"),
         (may_import_torch, "orchestrator.cli.main", "import torch"),
         (may_import_distributed, "orchestrator.train.loop.loop", "import torch.distributed as dist"),
-        (leaves_tests_alone, "orchestrator.train.loop.loop", "from tests.support.moe import oracle"),
+        (leaves_tests_alone, "orchestrator.train.loop.loop", "from harness.moe import oracle"),
     ],
 )
 def test_a_planted_violation_is_found(rule: Callable[[Import], bool], importer: str, statement: str) -> None:
     assert not all(rule(entry) for entry in imports_of(importer, ast.parse(statement)))
+
+
+def test_only_tests_import_tests() -> None:
+    """Benchmarks and the pictures of the docs need nothing below ``tests``; both share ``harness``."""
+    programs = [
+        path for name in ("benchmarks", "docs", "harness", "release") for path in (ROOT / name).rglob("*.py")
+    ]
+    entries = [
+        entry
+        for path in programs
+        for entry in imports_of(str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert len(entries) > 1000, "the rule would hold for nothing"
+    assert [str(entry) for entry in entries if is_within(entry.name, ["tests"])] == []
 
 
 # The environment, and package files.

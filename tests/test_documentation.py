@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 
+from harness.docs.documents import PAGES, ROOT, Block, blocks, broken_links, page_name, prose
+from harness.docs.setting_readers import find_readers
+from harness.hosts.cluster import RayCluster
+from harness.hosts.ranks import run_ranks
+from harness.runs.cli_runs import complete, enter_folder
 from orchestrator.cli.launch import split
 from orchestrator.cli.train import TrainOptions
 from orchestrator.config.reading.flags import read_flags, read_options
 from orchestrator.config.settings import flat_names
-from tests.support.docs.documents import PAGES, ROOT, Block, blocks, broken_links, page_name, prose
-from tests.support.docs.setting_readers import find_readers
-from tests.support.hosts.cluster import RayCluster
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.cli_runs import complete, enter_folder
 
 BLOCKS = blocks()
 NOT_RUN = {

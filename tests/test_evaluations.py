@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from harness.lm.language_models import lm_config
+from harness.runs.blob_trainers import Blobs, blobs, settings
 from orchestrator import Config, Loss, TensorData, Trainer
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.cli.main import main
@@ -22,8 +24,6 @@ from orchestrator.report.run.page import draw_report
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.remote import mirror
-from tests.support.lm.language_models import lm_config
-from tests.support.runs.blob_trainers import Blobs, blobs, settings
 
 
 class Splits(Blobs):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests.support.docs.source_trees import IMPORTS, MODULES, Import, is_within
+from harness.docs.source_trees import IMPORTS, MODULES, Import, is_within
 
 
 def package_of(module: str) -> str:

@@ -14,6 +14,9 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
+from harness.faults.remote_kills import kill_and_resume
+from harness.runs.blob_trainers import blobs, cross_entropy, settings
+from harness.storage.object_server import ObjectServer
 from orchestrator import Config, Result, Trainer, read_run
 from orchestrator.config.reading.reader import read_file as read_config
 from orchestrator.errors import OrchestratorError, TrainingFailed, UserError
@@ -22,9 +25,6 @@ from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote import mirror, retry
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
-from tests.support.faults.remote_kills import kill_and_resume
-from tests.support.runs.blob_trainers import blobs, cross_entropy, settings
-from tests.support.storage.object_server import ObjectServer
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from harness.runs.blob_trainers import Blobs, blobs, cross_entropy, events_of, settings, trainer
 from orchestrator import Callback, Config, Loss, Monitor, Result, Trainer, draw_report, read_run
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import by_step, of_kind
-from tests.support.runs.blob_trainers import Blobs, blobs, cross_entropy, events_of, settings, trainer
 
 # The model, its data and its loss
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.runs.loop_runs import SMALL, losses_in
 from orchestrator import Callback, Config, Request, Trainer
 from orchestrator.config.sweep.space_parser import parse_space
 from orchestrator.config.sweep.sweep import Sweep
@@ -25,7 +26,6 @@ from orchestrator.live.callbacks.callback_values import (
     StepInfo,
 )
 from orchestrator.record.files.events import of_kind, read_events
-from tests.support.runs.loop_runs import SMALL, losses_in
 
 
 def settings(run_dir: Path, **more: Any) -> Config:
@@ -210,7 +210,7 @@ def test_an_error_at_the_end_of_a_run_is_its_status_if_asked(tmp_path: Path) -> 
 
 
 def test_a_wrong_callback_is_found_before_there_is_a_run_folder(tmp_path: Path) -> None:
-    config = settings(tmp_path / "run", callbacks="tests.support.nothing:Journal")
+    config = settings(tmp_path / "run", callbacks="harness.nothing:Journal")
     with pytest.raises(UserError, match=r"there is no module 'tests\.support\.nothing'"):
         Trainer(config=config, quiet=True).fit()
     with pytest.raises(UserError, match="has no method of a callback"):

@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import nn
 
+from harness.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 from orchestrator import Callback, Loss, Metric, Trainer
 from orchestrator.errors import TaskFailed, TrainingFailed, UserError
 from orchestrator.live.callbacks.callback_values import StepInfo
 from orchestrator.record.files.events import by_step, of_kind
 from orchestrator.result import Result
 from orchestrator.train.checkpoint.writer import CheckpointWriter
-from tests.support.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 
 
 def test_a_diverged_run_fails_and_saves_no_checkpoint_of_it(tmp_path: Path) -> None:

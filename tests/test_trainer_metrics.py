@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from harness.runs.blob_trainers import blobs, events_of, settings, trainer
 from orchestrator import Metric
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import of_kind
-from tests.support.runs.blob_trainers import blobs, events_of, settings, trainer
 
 
 def churn_loss(model: nn.Module, batch: Any) -> Any:

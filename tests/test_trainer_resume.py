@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from harness.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 from orchestrator import Config, Trainer
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import by_step, of_kind
-from tests.support.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 
 
 def test_another_batch_size_on_resume_moves_the_end_of_the_schedule(tmp_path: Path) -> None:

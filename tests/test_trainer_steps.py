@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from harness.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 from orchestrator import Trainer
 from orchestrator.record.files.events import by_step, of_kind
-from tests.support.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
 
 
 def test_a_step_repeated_after_out_of_memory_updates_batch_norm_once(tmp_path: Path) -> None:

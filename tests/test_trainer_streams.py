@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from harness.runs.blob_trainers import blobs, events_of, settings, trainer
 from orchestrator import JsonLines
 from orchestrator.errors import TrainingFailed, UserError
 from orchestrator.record.files.events import by_step, of_kind
-from tests.support.runs.blob_trainers import blobs, events_of, settings, trainer
 
 
 def write_rows(file: Path, count: int, bad_row: int | None = None) -> JsonLines:

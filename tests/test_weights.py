@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from harness.runs.blob_trainers import blobs, settings, trainer
 from orchestrator import load_weights
 from orchestrator.errors import UserError
-from tests.support.runs.blob_trainers import blobs, settings, trainer
 
 
 def test_a_model_gets_the_weights_that_the_run_ended_with(tmp_path: Path) -> None:

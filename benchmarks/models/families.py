@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import transformers
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.families import FAMILIES
-from tests.support.lm.family_runs import differences, train_eager, train_in_one_process, train_on_hosts
+from harness.hosts.ranks import run_ranks
+from harness.lm.families import FAMILIES
+from harness.lm.family_runs import differences, train_eager, train_in_one_process, train_on_hosts
 
 COLUMNS = (
     "loss",

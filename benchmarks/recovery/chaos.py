@@ -47,11 +47,8 @@ from benchmarks.recovery.chaos_table import (
     time_kept,
 )
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from orchestrator.record.experts.expert_changes import change_counts, expert_changes
-from orchestrator.record.files.events import of_kind
-from orchestrator.types import MIB
-from tests.support.faults.chaos_runs import EVOLVING, SAMPLES, FinishedRun, Job, run_with_faults
-from tests.support.faults.fault_schedule import (
+from harness.faults.chaos_runs import EVOLVING, SAMPLES, FinishedRun, Job, run_with_faults
+from harness.faults.fault_schedule import (
     EVOLUTION_PHASES,
     EVOLUTION_WEIGHTS,
     PHASE_WEIGHTS,
@@ -60,15 +57,18 @@ from tests.support.faults.fault_schedule import (
     kills_every,
     random_kills,
 )
-from tests.support.faults.run_checks import (
+from harness.faults.run_checks import (
     check_experts,
     check_sample_counts,
     check_samples,
     check_steps,
     check_survivors,
 )
-from tests.support.hosts.cluster import RayCluster, local_cluster
-from tests.support.runs.cli_runs import read_summary
+from harness.hosts.cluster import RayCluster, local_cluster
+from harness.runs.cli_runs import read_summary
+from orchestrator.record.experts.expert_changes import change_counts, expert_changes
+from orchestrator.record.files.events import of_kind
+from orchestrator.types import MIB
 
 STEPS_BEFORE = 20  # before the first kill
 STEPS_AFTER = 40  # after the last kill

@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.support import markdown_table
+from harness.faults.fault_schedule import FiredFault
 from orchestrator.record.files.events import Event, of_kind
-from tests.support.faults.fault_schedule import FiredFault
 
 LATE_STEPS = 3  # that may still be recorded between a kill and its detection
 GAPS_S = (1, 5, 15)

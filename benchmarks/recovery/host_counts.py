@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
+from harness.hosts.joining import join_counts
+from harness.hosts.many_hosts import ManyHosts
 from orchestrator.types import bytes_text
-from tests.support.hosts.joining import join_counts
-from tests.support.hosts.many_hosts import ManyHosts
 
 EXPERTS_PER_HOST = 2
 

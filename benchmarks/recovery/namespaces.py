@@ -22,12 +22,9 @@ from benchmarks.planning.costmodel import TracedCase
 from benchmarks.planning.costmodel_cases import Case, vectors
 from benchmarks.recovery.node_link import read_link
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallelism
-from orchestrator.plan.cost.traffic import traffic_seconds
-from orchestrator.record.files.events import by_step, read_events
-from tests.support.fakes.cost_machines import device
-from tests.support.hosts.namespace_cluster import NamespaceCluster, namespace_cluster
-from tests.support.hosts.namespace_runs import (
+from harness.fakes.cost_machines import device
+from harness.hosts.namespace_cluster import NamespaceCluster, namespace_cluster
+from harness.hosts.namespace_runs import (
     CASES,
     STEPS,
     STRATEGIES,
@@ -36,8 +33,11 @@ from tests.support.hosts.namespace_runs import (
     run_case,
     undisturbed,
 )
-from tests.support.hosts.namespace_runs import Case as DisturbedCase
-from tests.support.hosts.namespaces import LinkSpec, reason_not_allowed
+from harness.hosts.namespace_runs import Case as DisturbedCase
+from harness.hosts.namespaces import LinkSpec, reason_not_allowed
+from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallelism
+from orchestrator.plan.cost.traffic import traffic_seconds
+from orchestrator.record.files.events import by_step, read_events
 
 MODEL = vectors(width=256, experts=8, expert_hidden_size=512, layers=1)
 BATCH = 1024

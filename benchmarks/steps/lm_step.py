@@ -20,9 +20,9 @@ import torch
 
 from benchmarks.steps.peer_steps import LEARNING_RATE, free_memory, timed_steps, transformers_step
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
+from harness.lm.large_models import CONFIGS
 from orchestrator.config.settings import Config
 from orchestrator.trainer import Trainer
-from tests.support.lm.large_models import CONFIGS
 
 MODEL = CONFIGS["Qwen3-30B-A3B"]
 

@@ -16,11 +16,11 @@ from time import perf_counter, time_ns
 from typing import Any
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
+from harness.storage.object_server import object_server
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import Event, by_step, of_kind, read_events
 from orchestrator.trainer import Trainer
 from orchestrator.types import MIB
-from tests.support.storage.object_server import object_server
 
 SIZES: dict[str, Any] = {
     "task": "synthetic",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.support.docs.source_trees import ROOT, imports_of
+from harness.docs.source_trees import ROOT, imports_of
 
 BENCHMARKS = ROOT / "benchmarks"
 MOST_FILES = 10

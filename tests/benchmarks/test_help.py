@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 
-from tests.support.runs.benchmark_runs import BENCHMARKS, programs, run_main
+from harness.runs.benchmark_runs import BENCHMARKS, programs, run_main
 
 
 def test_the_programs_are_found() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.support.docs.documents import ROOT, broken_links
+from harness.docs.documents import ROOT, broken_links
 
 BENCHMARKS = ROOT / "benchmarks"
 README = BENCHMARKS / "README.md"

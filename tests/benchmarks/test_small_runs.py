@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.moe.imbalance import DISTRIBUTIONS
 from benchmarks.tuning.search import SEARCHES
-from tests.support.runs.benchmark_runs import programs, run_benchmark, wrong_figures
+from harness.runs.benchmark_runs import programs, run_benchmark, wrong_figures
 
 ANY = ()
 """A table with rows whose names do not matter."""

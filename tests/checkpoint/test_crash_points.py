@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.checkpoint.files import load, step_name
-from orchestrator.checkpoint.store import CheckpointStore
-from tests.support.faults.crash_injection import Crash, CrashRunner, CrashSeries
-from tests.support.storage.checkpoints import save_checkpoint
-from tests.support.storage.save_scripts import (
+from harness.faults.crash_injection import Crash, CrashRunner, CrashSeries
+from harness.storage.checkpoints import save_checkpoint
+from harness.storage.save_scripts import (
     KEEP,
     SCRIPTS,
     SaveScript,
@@ -25,8 +23,10 @@ from tests.support.storage.save_scripts import (
     contents,
     save_number,
 )
-from tests.support.storage.strict_disk import StrictDisk
-from tests.support.storage.traced_disk import DiskFault, Operation
+from harness.storage.strict_disk import StrictDisk
+from harness.storage.traced_disk import DiskFault, Operation
+from orchestrator.checkpoint.files import load, step_name
+from orchestrator.checkpoint.store import CheckpointStore
 
 BY_NAME = {script.name: script for script in SCRIPTS}
 NEXT_STEP = 90

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.storage.checkpoints import save_checkpoint, small_contents
 from orchestrator.checkpoint import files
 from orchestrator.checkpoint.files import MAX_MANIFEST_BYTES, load, manifest_bytes, read_manifest
 from orchestrator.checkpoint.hashed_file import PIECE_BYTES, Hashes
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged, UserError
-from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 
 @pytest.fixture

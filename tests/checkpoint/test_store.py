@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from harness.storage.checkpoints import DAMAGE_KINDS, damage, save_checkpoint, small_contents
 from orchestrator.checkpoint.files import load
 from orchestrator.checkpoint.store import CheckpointStore
-from tests.support.storage.checkpoints import DAMAGE_KINDS, damage, save_checkpoint, small_contents
 
 OPERATIONS = ("mkdir", "rename", "fsync", "rmdir", "unlink", "open")
 

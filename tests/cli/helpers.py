@@ -9,11 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-CPU = ("--gpu-mode", "cpu")
-SMALL = (
-    "--task", "synthetic", "--width", "8", "--sequence-length", "8",
-    "--layers", "1", "--experts", "2", "--samples", "32",
-)  # fmt: skip
 MAX_LINES = 25
 """Lines of an answer to a mistake."""
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from harness.lm.language_models import lm_config
+from harness.runs.loop_runs import SMALL
 from orchestrator.cli.benchmark_tasks import rows_of
 from orchestrator.cli.main import main
 from orchestrator.trainer import Trainer
-from tests.support.lm.language_models import lm_config
-from tests.support.runs.loop_runs import SMALL
 
 STAND_IN = {
     "__init__.py": """

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from harness.fakes.inventories import machine
 from orchestrator.cli import check
 from orchestrator.plan.checks import collective
 from orchestrator.types import VERSION
-from tests.support.fakes.inventories import machine
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from experts.transformers.registration import expert_loads, use
+from harness.lm.families import build, tokens
 from orchestrator import Config, Task, Trainer
 from orchestrator.cli.main import main
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss, TensorData
-from tests.support.lm.families import build, tokens
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.runs.cli_runs import command, finish_run
+from harness.runs.cli_runs import command, finish_run
 
 _SOON_S = 60.0
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.helpers import SMALL, Call, check_answer
+from harness.runs.small_flags import SMALL
+from tests.cli.helpers import Call, check_answer
 
 
 def test_the_file_goes_to_the_screen_and_notes_to_stderr(call: Call) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.runs.small_flags import SMALL
 from orchestrator.cli.main import USAGE, VERBS
 from orchestrator.config.settings import flat_names
-from tests.cli.helpers import SMALL, Call, run_program
+from tests.cli.helpers import Call, run_program
 
 
 def test_a_missing_gpu_has_the_exit_code_of_resources(call: Call, monkeypatch: pytest.MonkeyPatch):

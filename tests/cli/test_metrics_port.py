@@ -15,11 +15,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
+from harness.hosts.cluster import RayCluster
+from harness.runs.cli_runs import command, finish_run, start_run
+from harness.runs.small_flags import CPU
 from orchestrator.live.watch.watching import Watch
 from orchestrator.record.files.events import by_step, read_events
-from tests.cli.helpers import CPU, Call, check_answer
-from tests.support.hosts.cluster import RayCluster
-from tests.support.runs.cli_runs import command, finish_run, start_run
+from tests.cli.helpers import Call, check_answer
 
 ENDLESS = ("--max-steps", "1000000", "--epochs", "1000000", "--metrics-port", "0", *CPU)
 WAIT_S = 120.0

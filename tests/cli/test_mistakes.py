@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import SMALL, Answer, Call, check_answer, run_program
+from harness.runs.small_flags import SMALL
+from tests.cli.helpers import Answer, Call, check_answer, run_program
 
 TASK = """
 import torch

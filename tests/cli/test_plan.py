@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from harness.runs.small_flags import CPU, SMALL
 from orchestrator.config.settings import flat_names
-from tests.cli.helpers import CPU, SMALL, Call
+from tests.cli.helpers import Call
 
 
 def test_the_json_plan_has_a_reason_for_every_choice_and_an_origin_for_every_setting(

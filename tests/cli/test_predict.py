@@ -11,6 +11,7 @@ import pytest
 from rich.console import RenderableType
 from rich.status import Status
 
+from harness.fakes.cost_machines import device
 from orchestrator.cli import scaling
 from orchestrator.cli.main import main
 from orchestrator.plan.cost.calibration import VERSION, Calibration, Profile, write_calibration
@@ -18,7 +19,6 @@ from orchestrator.plan.cost.machine import Interconnect, Link
 from orchestrator.plan.inventory.hardware import inventory
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.tasks.task import TensorData
-from tests.support.fakes.cost_machines import device
 
 SMALL = (
     "--task", "digits", "--width", "16", "--layers", "1",

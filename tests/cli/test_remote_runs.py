@@ -7,11 +7,12 @@ from uuid import uuid4
 
 import pytest
 
+from harness.runs.small_flags import CPU, SMALL
+from harness.storage.object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
-from tests.cli.helpers import CPU, SMALL, Call
-from tests.support.storage.object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
+from tests.cli.helpers import Call
 
 
 def test_the_command_line_trains_resumes_and_reports_in_s3(

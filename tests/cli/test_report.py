@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from harness.fakes.fake_events import FakeRun
 from tests.cli.helpers import Call, check_answer
 from tests.report.comparison.helpers import write_named
-from tests.support.fakes.fake_events import FakeRun
 
 
 def test_two_runs_are_compared_on_the_screen_and_in_files(call: Call, tmp_path: Path) -> None:

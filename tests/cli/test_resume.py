@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.runs.cli_runs import complete
+from harness.storage.checkpoints import damage
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.record.files.events import by_step, of_kind, read_events
-from tests.support.runs.cli_runs import complete
-from tests.support.storage.checkpoints import damage
 
 STEPS = 90
 SETTINGS = [

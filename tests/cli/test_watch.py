@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun
+from harness.fakes.fake_run import write_run
 from orchestrator.live.watch import watching
 from tests.cli.helpers import Call, check_answer
-from tests.support.fakes.fake_events import FakeRun
-from tests.support.fakes.fake_run import write_run
 
 
 def test_one_frame_of_a_finished_run(call: Call, tmp_path: Path) -> None:

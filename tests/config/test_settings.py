@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from harness.fakes.inventories import VALUES
 from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.config.settings import Config, flat_names, section_types, setting_types
 from orchestrator.config.writer import setting_texts
 from orchestrator.errors import UserError
-from tests.support.fakes.inventories import VALUES
 
 
 def value_of(config: Config, name: str) -> Any:

@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.fakes.inventories import VALUES, configs
 from orchestrator.config.reading.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.writer import dump, to_json, with_absolute_paths, write_file
-from tests.support.fakes.inventories import VALUES, configs
 
 
 @settings(max_examples=80, deadline=None)

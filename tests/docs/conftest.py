@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.docs.documents import ROOT
+from harness.docs.documents import ROOT
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import re
 import runpy
 
 import orchestrator
-from tests.support.docs.documents import ROOT
+from harness.docs.documents import ROOT
 
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 _RESULT = re.compile(r"\]\(\.\./(benchmarks/results/[\w.-]+\.md)\)")

@@ -9,8 +9,8 @@ from time import monotonic, sleep
 
 import pytest
 
-from tests.support.docs.browser import find_chromium, open_browser
-from tests.support.docs.site_search import SiteSearch
+from harness.docs.browser import find_chromium, open_browser
+from harness.docs.site_search import SiteSearch
 
 QUESTIONS = {
     "train own model": "own-model.html",

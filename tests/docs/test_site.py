@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.support.docs.documents import PAGES, ROOT
+from harness.docs.documents import PAGES, ROOT
 
 _ADDRESS = re.compile(r'(?:src|href)="([^"]+)"')
 _LOADED = re.compile(r'<(?:script|img|link)[^>]*(?:src|href)="([^"]+)"')

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.docs.documents import ROOT
-from tests.support.hosts.cluster import RayCluster
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.cli_runs import complete, enter_folder, variables_of
+from harness.docs.documents import ROOT
+from harness.hosts.cluster import RayCluster
+from harness.hosts.ranks import run_ranks
+from harness.runs.cli_runs import complete, enter_folder, variables_of
 
 EXAMPLES = ROOT / "examples"
 LAST_WORDS = {

@@ -15,9 +15,9 @@ from ray.exceptions import RayTaskError
 
 from experts.actor_host import Outbox
 from experts.membership import GroupLeft
-from tests.support.hosts.cluster import RayCluster, connected
-from tests.support.hosts.idle_hosts import IdlePool, idle_pool
-from tests.support.hosts.idle_worker import SNAPSHOT_BYTES, IdleHeader
+from harness.hosts.cluster import RayCluster, connected
+from harness.hosts.idle_hosts import IdlePool, idle_pool
+from harness.hosts.idle_worker import SNAPSHOT_BYTES, IdleHeader
 
 pytestmark = [pytest.mark.ray]
 

@@ -22,7 +22,7 @@ from experts.bank import (
 from experts.tokens.dispatch import sort_by_slot
 from experts.types import Kind
 from experts.weight_copy import WeightCopy
-from tests.support.moe.oracle import expert_oracle
+from harness.moe.oracle import expert_oracle
 
 SIZES = (6, 3, 6, 9, 3)
 

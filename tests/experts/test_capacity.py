@@ -13,7 +13,7 @@ from torch import Tensor
 from experts.capacity import capacity_mask
 from experts.context import MoEContext, StepContext
 from experts.tokens.exchange import LocalExchange, PendingRows
-from tests.support.moe.oracle import kept_oracle
+from harness.moe.oracle import kept_oracle
 
 
 @dataclass

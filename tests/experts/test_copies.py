@@ -18,9 +18,9 @@ from experts.copy_costs import held_bytes, ring_factor
 from experts.routed import RoutedExperts
 from experts.structure import LayerStructure
 from experts.tokens.exchange import GroupExchange, PendingRows
+from harness.hosts.ranks import run_ranks
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
-from tests.support.hosts.ranks import run_ranks
 
 CPU = torch.device("cpu")
 WIDTH = 5

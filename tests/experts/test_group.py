@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from experts import group as group_module
 from experts.group import Group, GroupFactory
 from experts.membership import GroupLeft, GroupMembership, WaitState
-from tests.support.hosts.group_hosts import (
+from harness.hosts.group_hosts import (
     LARGE,
     Address,
     GroupHost,
@@ -30,7 +30,7 @@ from tests.support.hosts.group_hosts import (
     wait_for_keys,
     wait_until_at_most,
 )
-from tests.support.hosts.ranks import gloo, run_ranks
+from harness.hosts.ranks import gloo, run_ranks
 
 # --- collectives
 

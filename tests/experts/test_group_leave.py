@@ -14,8 +14,7 @@ import torch
 
 from experts.group import AsyncWork, Group
 from experts.membership import GroupLeft
-from orchestrator.train.group.comm_errors import is_communication_error
-from tests.support.hosts.group_hosts import (
+from harness.hosts.group_hosts import (
     LARGE,
     Address,
     GroupHost,
@@ -24,7 +23,8 @@ from tests.support.hosts.group_hosts import (
     wait_for_keys,
     wait_until_at_most,
 )
-from tests.support.hosts.ranks import start_ranks
+from harness.hosts.ranks import start_ranks
+from orchestrator.train.group.comm_errors import is_communication_error
 
 
 def all_to_all(group: Group) -> AsyncWork:

@@ -14,7 +14,7 @@ from experts.context import MoEContext, StepContext
 from experts.gate import noise
 from experts.layer import MoELayer
 from experts.model import attach, initialise
-from tests.support.moe.oracle import moe_oracle
+from harness.moe.oracle import moe_oracle
 
 SHAPES = [  # width, sizes, top_k, tokens
     (5, [7], 1, 3),

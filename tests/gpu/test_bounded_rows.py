@@ -15,14 +15,14 @@ from experts.group import GroupFactory
 from experts.host_copy import to_host
 from experts.membership import GroupMembership
 from experts.tokens import bounds, exchange
+from harness.hosts.gpu_ranks import rank_device, skip_without
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import make_stepper, mean_loss, run_steps
 from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, recoverable_world
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
-from tests.support.hosts.gpu_ranks import rank_device, skip_without
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import make_stepper, mean_loss, run_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CONFIG = Config.of(expert_hidden_size=(64, 128, 64, 192, 128), experts=5, width=64, layers=2)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from harness.runs.steppers import Events, run_steps, weights
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import by_step, of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
@@ -22,7 +23,6 @@ from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_graphs, build_parts, build_stepper
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
-from tests.support.runs.steppers import Events, run_steps, weights
 
 pytestmark = pytest.mark.gpu
 

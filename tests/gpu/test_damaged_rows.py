@@ -10,7 +10,7 @@ import torch
 
 from experts.kernels.grouped import experts_grouped
 from experts.tokens.received_rows import InvalidRows
-from tests.support.moe.damaged_rows import DamagingExchange, compute_layer, make_layer
+from harness.moe.damaged_rows import DamagingExchange, compute_layer, make_layer
 
 pytestmark = pytest.mark.gpu
 SIZES = [8, 8, 16, 8, 16, 8, 8]

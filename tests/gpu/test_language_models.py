@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from harness.hosts.gpu_ranks import rank_device, skip_without
+from harness.hosts.ranks import run_ranks
+from harness.lm.families import COMMON
+from harness.lm.language_models import FilledLanguageModel, lm_config
+from harness.lm.lm_runs import GLOBAL_BATCH, PLACEMENTS, STEPS
+from harness.runs.steppers import make_stepper, mean_loss, run_steps
 from orchestrator.config.settings import Config
 from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.tasks.lm.output_layer import call_with_labels
@@ -19,12 +25,6 @@ from orchestrator.tasks.token_loss import NO_LABEL
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.types import PrecisionName
-from tests.support.hosts.gpu_ranks import rank_device, skip_without
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.families import COMMON
-from tests.support.lm.language_models import FilledLanguageModel, lm_config
-from tests.support.lm.lm_runs import GLOBAL_BATCH, PLACEMENTS, STEPS
-from tests.support.runs.steppers import make_stepper, mean_loss, run_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 GPU = torch.device("cuda:0")

@@ -15,6 +15,17 @@ from torch import nn
 
 from experts.group import GroupFactory
 from experts.membership import GroupLeft, GroupMembership
+from harness.hosts.gpu_ranks import rank_device, skip_without
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import (
+    DoubleDigits,
+    assert_gradients_equal,
+    gradients,
+    make_stepper,
+    mean_loss,
+    run_steps,
+    weights,
+)
 from orchestrator.config.settings import Config
 from orchestrator.plan.inventory.hardware import set_environment
 from orchestrator.tasks.digits import Digits
@@ -25,17 +36,6 @@ from orchestrator.train.group.world import World, process_group_world, recoverab
 from orchestrator.train.strategies import ddp
 from orchestrator.train.strategies.buffers import convert_sync_batchnorm, running_statistics
 from orchestrator.types import MIB, PrecisionName
-from tests.support.hosts.gpu_ranks import rank_device, skip_without
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import (
-    DoubleDigits,
-    assert_gradients_equal,
-    gradients,
-    make_stepper,
-    mean_loss,
-    run_steps,
-    weights,
-)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CONFIG = Config.of(

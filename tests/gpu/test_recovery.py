@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestrator.record.files.events import of_kind
-from tests.support.faults.chaos_runs import FinishedRun, Job, run_with_faults
-from tests.support.faults.fault_schedule import FaultFolder, FaultSchedule, Phase
-from tests.support.faults.run_checks import check_steps, check_survivors, recoveries
-from tests.support.faults.stuck_cases import (
+from harness.faults.chaos_runs import FinishedRun, Job, run_with_faults
+from harness.faults.fault_schedule import FaultFolder, FaultSchedule, Phase
+from harness.faults.run_checks import check_steps, check_survivors, recoveries
+from harness.faults.stuck_cases import (
     HUNG_IN_TURN,
     READS_WHILE_A_PEER_HANGS,
     READS_WHILE_A_PEER_IS_SLOW,
@@ -24,9 +23,10 @@ from tests.support.faults.stuck_cases import (
     run_case,
     seconds_to_detect,
 )
-from tests.support.hosts.cluster import local_cluster
-from tests.support.hosts.gpu_ranks import skip_without
-from tests.support.runs.cli_runs import read_summary
+from harness.hosts.cluster import local_cluster
+from harness.hosts.gpu_ranks import skip_without
+from harness.runs.cli_runs import read_summary
+from orchestrator.record.files.events import of_kind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ray, pytest.mark.timeout(500)]
 KILL_STEPS = 60

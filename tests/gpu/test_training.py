@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.runs.steppers import Events, assert_gradients_equal, gradients
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import by_step, of_kind, read_events
 from orchestrator.run.prepared_run import PreparedRun
@@ -28,7 +29,6 @@ from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
-from tests.support.runs.steppers import Events, assert_gradients_equal, gradients
 
 pytestmark = pytest.mark.gpu
 

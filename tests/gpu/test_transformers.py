@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experts.transformers.registration import use
-from tests.support.lm.families import FAMILIES, build, tokens
+from harness.lm.families import FAMILIES, build, tokens
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}

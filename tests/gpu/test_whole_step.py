@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from experts.balance import moe_layers
 from experts.kernels import launching
+from harness.runs.steppers import Events, mean_loss, weights
 from orchestrator.config.settings import Config
 from orchestrator.tasks import token_loss as token_loss_module
 from orchestrator.tasks.cross_entropy import loss_and_gradient_fused, loss_and_gradient_plain
@@ -25,7 +26,6 @@ from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.trainer import Trainer
-from tests.support.runs.steppers import Events, mean_loss, weights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.hosts.cluster import RayCluster, local_cluster
+from harness.runs.cli_runs import QUIET, SIZES, read_summary
 from orchestrator.launch.options import LaunchOptions
 from tests.launch.manifests import cluster_of, manifest
-from tests.support.hosts.cluster import RayCluster, local_cluster
-from tests.support.runs.cli_runs import QUIET, SIZES, read_summary
 
 
 @pytest.mark.extended

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.hosts.cluster import free_port, processes_of_session
+from harness.runs.cli_runs import QUIET, SIZES, read_summary
 from orchestrator.launch.files import file_text
 from orchestrator.launch.launch import Launch
 from orchestrator.launch.options import LaunchOptions
-from tests.support.hosts.cluster import free_port, processes_of_session
-from tests.support.runs.cli_runs import QUIET, SIZES, read_summary
 
 SSH = """#!/bin/sh
 [ "$1 $2" = "-o BatchMode=yes" ] || exit 255

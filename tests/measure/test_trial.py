@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.hosts.ranks import run_ranks
 from orchestrator.config.settings import Config
 from orchestrator.errors import TrainingFailed, UserError
 from orchestrator.measure.tracing.model_facts import model_facts
@@ -17,7 +18,6 @@ from orchestrator.tasks.task import Loss
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
 
 TINY: dict[str, Any] = {"width": 8, "expert_hidden_size": (8,), "experts": 2, "layers": 1, "batch_size": 16}
 

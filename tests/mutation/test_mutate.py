@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutation.mutate import mutants
-from tests.mutation.run import mutants_of, read_equivalents
+from tests.mutation.run import mutants_of, read_equivalents, read_planted
 from tests.mutation.targets import TARGETS, mirrored_tests, target_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,3 +105,9 @@ def test_equivalent_mutants_still_exist() -> None:
         listed = {(removed, text) for file, removed, text in equivalents if file == target}
         assert listed <= known, f"{target}: {listed - known}"
     assert all(len(reason) > 10 for reason in equivalents.values())
+
+
+def test_planted_faults_still_have_their_place_and_their_tests() -> None:
+    for chosen in read_planted():
+        missing = [name for name in chosen.tests if not (ROOT / name.partition("::")[0]).exists()]
+        assert not missing, f"{chosen.target}: {missing}"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.batch_plans import batches, memory_of, shared, sizes
+from harness.fakes.inventories import model
 from orchestrator.config.settings import Config
 from orchestrator.plan.batching import MEMORY_CLASSES, Batching, plan_batches
 from orchestrator.plan.estimate import estimate_memory
 from orchestrator.types import GIB, MIB, Choice, Rejected, bytes_text
-from tests.support.fakes.batch_plans import batches, memory_of, shared, sizes
-from tests.support.fakes.inventories import model
 
 # --- the table of memory classes
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.fakes.batch_plans import sizes
+from harness.fakes.inventories import configs, models
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.batching import plan_batches
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
 from orchestrator.types import GIB
-from tests.support.fakes.batch_plans import sizes
-from tests.support.fakes.inventories import configs, models
 
 BATCH_NAMES = (
     "batch_size",

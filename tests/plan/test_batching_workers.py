@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.batch_plans import memory_of, shared, sizes
+from harness.fakes.inventories import model
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelSharding
 from orchestrator.types import Choice
-from tests.support.fakes.batch_plans import memory_of, shared, sizes
-from tests.support.fakes.inventories import model
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.inventories import gpu, machine, model, planned
 from orchestrator.config.settings import Config
 from orchestrator.plan.compute import choose_precision, optimizer_moments
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.types import GIB
-from tests.support.fakes.inventories import gpu, machine, model, planned
 
 CPU = machine()
 H200 = machine(gpu())

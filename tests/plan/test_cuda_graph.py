@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.inventories import gpu, machine, model, planned
 from orchestrator.errors import UserError
-from tests.support.fakes.inventories import gpu, machine, model, planned
 
 CPU = machine()
 H200 = machine(gpu())

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from harness.fakes.inventories import cluster, gpu, machine, planned
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.device import choose_device, choose_worker_device
 from orchestrator.types import GIB, Choice
-from tests.support.fakes.inventories import cluster, gpu, machine, planned
 
 CPU = machine()
 H200 = machine(gpu())

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.fakes.inventories import model, models
 from orchestrator.plan.estimate import (
     MemoryEstimate,
     ModelFacts,
@@ -20,7 +21,6 @@ from orchestrator.plan.estimate import (
     largest_fitting,
 )
 from orchestrator.types import GIB, KIB, MIB
-from tests.support.fakes.inventories import model, models
 
 limits = st.one_of(st.none(), st.floats(0, 400.0 * GIB))
 

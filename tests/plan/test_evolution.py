@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from experts.copy_costs import held_bytes
+from harness.fakes.inventories import gpu, machine, model, planned
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelSharding, estimate_memory
@@ -16,7 +17,6 @@ from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan
 from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.types import GIB
-from tests.support.fakes.inventories import gpu, machine, model, planned
 
 CPU = machine()
 ONE = machine(gpu())

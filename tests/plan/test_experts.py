@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.inventories import cluster, gpu, machine, model, planned
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, ShardingForm, estimate_memory
@@ -16,7 +17,6 @@ from orchestrator.plan.planning import Plan
 from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.strategies import DATA_PARALLEL, EXPERT_PARALLEL, SINGLE, StrategyName
 from orchestrator.types import GIB, Choice, bytes_text
-from tests.support.fakes.inventories import cluster, gpu, machine, model, planned
 
 CPU = machine()
 ONE = machine(gpu())

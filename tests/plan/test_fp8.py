@@ -12,6 +12,7 @@ import torch
 from experts.balance import moe_layers
 from experts.bank import ExpertBank, ExpertForm
 from experts.kernels.adapters import Adapters
+from harness.fakes.inventories import gpu, machine, model, planned
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.measure.tracing.model_facts import model_facts
@@ -21,7 +22,6 @@ from orchestrator.tasks.load import load_task
 from orchestrator.train.group.world import World
 from orchestrator.train.worker.build_model import build_parts
 from orchestrator.types import GIB, Choice
-from tests.support.fakes.inventories import gpu, machine, model, planned
 
 H200 = machine(gpu())
 TEXT = "--precision fp8"

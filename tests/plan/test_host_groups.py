@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.fakes.inventories import machine, model
 from orchestrator.config.settings import Config
 from orchestrator.plan.host_groups import expert_memory, groups_on
 from orchestrator.plan.planning import Plan, plan
-from tests.support.fakes.inventories import machine, model
 
 FACTS = model(experts=8, expert_parameters=800_000, moe_layers=1, expert_weights=((100_000,) * 8,))
 STATE_BYTES = 16 * 100_000  # of one expert

@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from orchestrator.config.settings import Config
-from orchestrator.errors import UserError
-from orchestrator.plan.compute import choose_precision, with_memory_settings
-from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
-from orchestrator.plan.evolution import grown
-from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.plan.planning import Plan, plan
-from orchestrator.plan.reasons import NO_AUTO
-from orchestrator.types import GIB
-from tests.support.fakes.inventories import (
+from harness.fakes.inventories import (
     cluster,
     configs,
     gpu,
@@ -29,6 +20,15 @@ from tests.support.fakes.inventories import (
     planned,
     planned_or_refused,
 )
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.plan.compute import choose_precision, with_memory_settings
+from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
+from orchestrator.plan.evolution import grown
+from orchestrator.plan.inventory.hardware import Inventory
+from orchestrator.plan.planning import Plan, plan
+from orchestrator.plan.reasons import NO_AUTO
+from orchestrator.types import GIB
 
 CPU = machine()
 H200 = machine(gpu())

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.inventories import cluster, gpu, machine, model, planned
 from orchestrator.types import GIB, MIB
-from tests.support.fakes.inventories import cluster, gpu, machine, model, planned
 
 CPU = machine()
 H200 = machine(gpu())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.inventories import gpu, machine, model
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.inventory.cluster import Cluster, Node
@@ -19,7 +20,6 @@ from orchestrator.plan.snapshots import (
     snapshot_memory,
 )
 from orchestrator.types import GIB, Choice
-from tests.support.fakes.inventories import gpu, machine, model
 
 NEEDED = SnapshotMemory(buffers=10 * GIB, object_store=10 * GIB, backups=10 * GIB)
 

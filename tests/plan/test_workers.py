@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.inventories import cluster, gpu, machine, model
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, ShardingForm, estimate_memory
@@ -24,7 +25,6 @@ from orchestrator.plan.workers import (
     workers_flag,
 )
 from orchestrator.types import GIB, Choice, bytes_text
-from tests.support.fakes.inventories import cluster, gpu, machine, model
 
 CPU = machine()
 ONE = machine(gpu())

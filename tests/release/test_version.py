@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.docs.documents import PAGES, page_name
 from orchestrator.cli.main import main
 from orchestrator.types import VERSION
 from release.build import ROOT
-from tests.support.docs.documents import PAGES, page_name
 
 NAMED = re.compile(r"expert[-_]orchestrator[:-](\d+\.\d+\.\d+\w*)")
 CLUSTER_FILES = [path for path in (ROOT / "cluster").rglob("*") if path.suffix in ("", ".yaml", ".sbatch")]

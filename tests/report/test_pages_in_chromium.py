@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from harness.docs.browser import Browser, Scheme, find_chromium, open_browser
+from harness.fakes.fake_events import FakeRun
+from harness.fakes.fake_evolution import evolving_record
+from harness.fakes.fake_run import events_record, run_record
+from harness.fakes.fake_sweep import FakeSweep, write_record
 from orchestrator.report.comparison.compare import compare
 from orchestrator.report.comparison.page import comparison_page
 from orchestrator.report.run.page import page
 from orchestrator.report.sweep.page import sweep_page
 from tests.report.comparison.helpers import runs_in, write_named
 from tests.report.run.test_learning import FALLING, OVERFITTED, run_of
-from tests.support.docs.browser import Browser, Scheme, find_chromium, open_browser
-from tests.support.fakes.fake_events import FakeRun
-from tests.support.fakes.fake_evolution import evolving_record
-from tests.support.fakes.fake_run import events_record, run_record
-from tests.support.fakes.fake_sweep import FakeSweep, write_record
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium on this machine")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from harness.faults.lock_holder import lock_holder
 from orchestrator.errors import UserError
 from orchestrator.run.folder_lock import LOCK, check_unlocked, folder_lock
-from tests.support.faults.lock_holder import lock_holder
 
 
 def test_a_second_process_is_refused_with_the_first_one(tmp_path: Path) -> None:

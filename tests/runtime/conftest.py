@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.storage.folder_links import WAIT_S, ServerHandle, without_ray
 from orchestrator.runtime import folder_link
-from tests.support.storage.folder_links import WAIT_S, ServerHandle, without_ray
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import pytest
 
+from harness.storage.checkpoints import save_checkpoint, small_contents
 from orchestrator.checkpoint.files import Contents
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
@@ -31,7 +32,6 @@ from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.run import RemoteRun
-from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 LOST = Failure("worker", "worker 1 was lost", 1, loss="died")
 COMPLETED = AttemptResult("completed")

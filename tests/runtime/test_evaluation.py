@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.hosts.cluster import RayCluster
+from harness.lm.language_models import save_sums, save_tiny_model
+from harness.runs.cli_runs import complete, complete_run, living_actors
 from orchestrator.record.files.events import of_kind, read_events
-from tests.support.hosts.cluster import RayCluster
-from tests.support.lm.language_models import save_sums, save_tiny_model
-from tests.support.runs.cli_runs import complete, complete_run, living_actors
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -93,7 +93,7 @@ def test_an_evaluation_that_loses_a_worker_begins_again_once(
     run_dir = tmp_path / "run"
     kills = tmp_path / "kills"
     kills.mkdir()
-    task = ["--task", "tests.support.faults.killed_evaluation:KilledDigits", "--data-dir", str(kills)]
+    task = ["--task", "harness.faults.killed_evaluation:KilledDigits", "--data-dir", str(kills)]
     complete_run(None, run_dir, *task, "--max-steps", "2")
     (expected,) = of_kind(read_events(run_dir / "events.jsonl"), "evaluate")
     result_file = run_dir / "checkpoints" / "step_00000002.validation.json"

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 
+from harness.storage.folder_links import ServerHandle, linked, wait_until
 from orchestrator.record.files.events import EventLog, read_events
 from orchestrator.record.files.log import SilentLog
 from orchestrator.runtime import folder_link
@@ -18,7 +19,6 @@ from orchestrator.runtime.bootstrap import Assignment, DriverRequests, check_run
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH
-from tests.support.storage.folder_links import ServerHandle, linked, wait_until
 
 
 def test_events_logs_and_files_of_a_worker_come_to_the_driver(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.storage.folder_links import ServerHandle, linked, wait_until
 from orchestrator.record.files.events import EventLog, read_events
 from orchestrator.runtime.folder_server import Change, FolderServer
 from orchestrator.storage.folder import RemoteError
 from orchestrator.train.remote.publish_requests import PUBLISH, open_requests
-from tests.support.storage.folder_links import ServerHandle, linked, wait_until
 
 
 def test_events_of_a_main_host_that_was_replaced_are_dropped(

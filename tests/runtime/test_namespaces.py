@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.hosts.namespace_cluster import NamespaceCluster, namespace_cluster
-from tests.support.hosts.namespace_runs import (
+from harness.hosts.namespace_cluster import NamespaceCluster, namespace_cluster
+from harness.hosts.namespace_runs import (
     CASES,
     STRATEGIES,
     TOLERANCE,
@@ -18,7 +18,7 @@ from tests.support.hosts.namespace_runs import (
     run_case,
     undisturbed,
 )
-from tests.support.hosts.namespaces import reason_not_allowed
+from harness.hosts.namespaces import reason_not_allowed
 
 _NOT_ALLOWED = reason_not_allowed()
 pytestmark = [

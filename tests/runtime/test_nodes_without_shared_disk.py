@@ -19,10 +19,8 @@ from uuid import uuid4
 
 import pytest
 
-from orchestrator.record.files.events import Event, by_step, of_kind, read_events
-from orchestrator.storage.folder import RemoteFolder
-from tests.support.hosts.cluster import RayCluster, local_cluster, needs_private_disks
-from tests.support.runs.cli_runs import (
+from harness.hosts.cluster import RayCluster, local_cluster, needs_private_disks
+from harness.runs.cli_runs import (
     QUIET,
     SIZES,
     complete,
@@ -31,7 +29,9 @@ from tests.support.runs.cli_runs import (
     losses,
     single_process_losses,
 )
-from tests.support.storage.object_server import ObjectServer
+from harness.storage.object_server import ObjectServer
+from orchestrator.record.files.events import Event, by_step, of_kind, read_events
+from orchestrator.storage.folder import RemoteFolder
 
 pytestmark = [
     pytest.mark.ray,

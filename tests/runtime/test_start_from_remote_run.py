@@ -12,13 +12,13 @@ from uuid import uuid4
 
 import pytest
 
+from harness.hosts.cluster import RayCluster, local_cluster, needs_private_disks
+from harness.runs.cli_runs import QUIET, SIZES, complete, losses
+from harness.storage.object_server import ObjectServer
 from orchestrator.config.reading.reader import read_file
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteFolder
-from tests.support.hosts.cluster import RayCluster, local_cluster, needs_private_disks
-from tests.support.runs.cli_runs import QUIET, SIZES, complete, losses
-from tests.support.storage.object_server import ObjectServer
 
 pytestmark = [
     pytest.mark.ray,

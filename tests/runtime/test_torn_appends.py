@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from harness.storage.folder_links import without_ray
 from orchestrator.record.files.events import Event, EventLog, encode_event, read_events
 from orchestrator.record.files.tail import Follower
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.folder_link import FolderLink
 from orchestrator.runtime.folder_server import Change, FolderServer, Link
-from tests.support.storage.folder_links import without_ray
 
 EVENTS = "events.jsonl"
 

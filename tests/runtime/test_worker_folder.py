@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from harness.storage.folder_links import ServerHandle
 from orchestrator.record.files.events import EventLog, read_events
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.bootstrap import Assignment, worker_folder
 from orchestrator.runtime.folder_server import Link
-from tests.support.storage.folder_links import ServerHandle
 
 
 def test_workers_of_two_nodes_with_one_temporary_folder_have_folders_of_their_own(

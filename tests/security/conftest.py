@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.storage.audit_writes import recorded_changes
 from tests.security.scene import RUN, Scene, call, hashes_outside
-from tests.support.storage.audit_writes import recorded_changes
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.faults.canaries import ENVIRONMENT, PATH, assert_none_in, leaky_task
-from tests.support.hosts.cluster import local_cluster
+from harness.faults.canaries import ENVIRONMENT, PATH, assert_none_in, leaky_task
+from harness.hosts.cluster import local_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (

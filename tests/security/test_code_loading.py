@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.docs.source_trees import TREES
+from harness.docs.source_trees import TREES
 
 PICKLES = {
     "pickle",

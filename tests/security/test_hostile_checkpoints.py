@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.storage.forged_files import edit_json, edit_tensors, pickled, reseal, tensors_file
 from tests.security.scene import DEEP, RUN, Scene, Spoil, call, resume
-from tests.support.storage.forged_files import edit_json, edit_tensors, pickled, reseal, tensors_file
 
 
 def member(name: str, data: Callable[[Scene], bytes]) -> Spoil:

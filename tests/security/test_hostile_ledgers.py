@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.fake_sweep import EVIL, FakeSweep, write_sweep
 from orchestrator import read_sweep
 from orchestrator.config.sweep.space_parser import parse_space
 from orchestrator.config.sweep.sweep import Sweep
@@ -15,7 +16,6 @@ from orchestrator.errors import UserError
 from orchestrator.redaction import MASK
 from tests.security.scene import DEEP, Scene, assert_harmless, call
 from tests.security.test_hostile_run_folders import NO_FILES
-from tests.support.fakes.fake_sweep import EVIL, FakeSweep, write_sweep
 
 
 @pytest.mark.timeout(60)

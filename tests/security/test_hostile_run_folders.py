@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
+from harness.storage.forged_files import edit_json, laughs, yaml_bomb
 from orchestrator import read_run
 from orchestrator.errors import UserError
 from orchestrator.run.run_dir import remote_of
 from orchestrator.run.run_settings import read_run_settings
 from tests.security.scene import DEEP, MARKUP, Scene, Spoil, assert_harmless, call, hashes_outside, resume
-from tests.support.storage.forged_files import edit_json, laughs, yaml_bomb
 
 LINKS = {
     "events.jsonl": lambda scene: scene.folder / "events.jsonl",

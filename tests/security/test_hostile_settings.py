@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.storage.forged_files import laughs, yaml_bomb
 from tests.security.scene import DEEP, MARKUP, RUN, SMALL, Scene, call
-from tests.support.storage.forged_files import laughs, yaml_bomb
 
 CONFIGS = {
     "a tag for the task": (lambda scene: f"task: {yaml_bomb(scene.canary)}\n", "is not YAML"),

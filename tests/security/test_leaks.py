@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.faults.canaries import CANARIES, ENVIRONMENT, PATH, URL, assert_none_in, leaky_task
 from orchestrator.checkpoint.files import Contents, load, step_name
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
@@ -39,7 +40,6 @@ from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.device.precision import Precision
 from orchestrator.train.group.world import World
 from orchestrator.trainer import Trainer
-from tests.support.faults.canaries import CANARIES, ENVIRONMENT, PATH, URL, assert_none_in, leaky_task
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.faults.canaries import CANARIES, ENVIRONMENT, PASSWORD, URL, assert_none_in
 from orchestrator.redaction import (
     MASK,
     MaskedStream,
@@ -21,7 +22,6 @@ from orchestrator.redaction import (
     secrets_in,
     secrets_of,
 )
-from tests.support.faults.canaries import CANARIES, ENVIRONMENT, PASSWORD, URL, assert_none_in
 
 SECRETS = secrets_of(ENVIRONMENT)
 JWT = f"eyJ{'a' * 20}.eyJ{'b' * 20}.{'c' * 20}"

@@ -9,13 +9,13 @@ from uuid import uuid4
 
 import pytest
 
+from harness.storage.object_server import ObjectServer
 from orchestrator.errors import UserError
 from orchestrator.record.files.remote_record import holds_record
 from orchestrator.storage import folder as storage_folder
 from orchestrator.storage import local_files
 from orchestrator.storage.folder import RemoteError, RemoteFolder, is_safe_name, open_folder
 from orchestrator.storage.local_copy import local_copy, read_file
-from tests.support.storage.object_server import ObjectServer
 
 SCHEMES = ("file", "memory", "s3")
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from harness.lm.language_models import lm_config, save_tiny_deepseek, save_tiny_model
+from harness.runs.blob_trainers import Blobs
 from orchestrator.config.sections.model import MoeSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.read_settings import check_sweep_taken, watched
 from orchestrator.trainer import Trainer
-from tests.support.lm.language_models import lm_config, save_tiny_deepseek, save_tiny_model
-from tests.support.runs.blob_trainers import Blobs
 
 OWN_LAYER = """
 import torch

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.config.settings import Config
-from orchestrator.errors import UserError
-from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.language_models import save_sums, save_tiny_model
-from tests.support.runs.combinations import (
+from harness.hosts.ranks import run_ranks
+from harness.lm.language_models import save_sums, save_tiny_model
+from harness.runs.combinations import (
     Case,
     Combination,
     Outcome,
@@ -24,6 +21,9 @@ from tests.support.runs.combinations import (
     run_in_one_process,
     run_on_host,
 )
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.trainer import Trainer
 
 AXES: dict[str, Sequence[Any]] = {
     "model": ("moe", "lm", "lora"),

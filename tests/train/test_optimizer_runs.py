@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from harness.runs.loop_runs import run_loop
 from orchestrator.checkpoint.files import load
 from orchestrator.record.files.events import by_step, of_kind, read_events
-from tests.support.runs.loop_runs import run_loop
 from tests.train.evolution import test_resume as evolving
 from tests.train.worker.test_run import losses, train
 

@@ -14,6 +14,9 @@ import torch
 from torch import nn
 
 from experts.bank import ExpertBank
+from harness.hosts.ranks import run_ranks
+from harness.runs.loop_runs import losses_in
+from harness.runs.tiny_model import Tiny
 from orchestrator.checkpoint.files import load
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import EventLog, of_kind, read_events
@@ -24,9 +27,6 @@ from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker import build_evolution
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.loop_runs import losses_in
-from tests.support.runs.tiny_model import Tiny
 
 SETTINGS: dict[str, Any] = {
     "epochs": 100,

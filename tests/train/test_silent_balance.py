@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from experts.gate import Gate
 from experts.layer import MoELayer
-from orchestrator.errors import UserError
-from orchestrator.train.step import update as step_module
-from tests.support.faults.planted_faults import (
+from harness.faults.planted_faults import (
     SIZES,
     Plant,
     TrainingCase,
@@ -26,8 +24,10 @@ from tests.support.faults.planted_faults import (
     train_on_hosts,
     train_single_process,
 )
-from tests.support.runs.steppers import assert_gradients_equal
-from tests.support.runs.tiny_model import Tiny
+from harness.runs.steppers import assert_gradients_equal
+from harness.runs.tiny_model import Tiny
+from orchestrator.errors import UserError
+from orchestrator.train.step import update as step_module
 
 # --- the balance loss is wrong under accumulation
 

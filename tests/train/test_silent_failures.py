@@ -17,6 +17,22 @@ import torch
 from torch import Tensor
 
 from experts.expert_state import stacked_names
+from harness.faults.planted_faults import (
+    HOSTS,
+    LEARNING_RATE,
+    SIZES,
+    Plant,
+    TrainingCase,
+    by_expert,
+    fails_when_planted,
+    merge_hosts,
+    planted_world,
+    step_batches,
+    train_single_process,
+)
+from harness.hosts.ranks import PEER_GONE, run_ranks
+from harness.runs.steppers import make_stepper, mean_loss
+from harness.runs.tiny_model import Tiny
 from orchestrator.checkpoint.files import Contents, load, step_name
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
@@ -32,22 +48,6 @@ from orchestrator.train.group.world import World
 from orchestrator.train.step.out_of_memory import StepRecovery
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper
-from tests.support.faults.planted_faults import (
-    HOSTS,
-    LEARNING_RATE,
-    SIZES,
-    Plant,
-    TrainingCase,
-    by_expert,
-    fails_when_planted,
-    merge_hosts,
-    planted_world,
-    step_batches,
-    train_single_process,
-)
-from tests.support.hosts.ranks import PEER_GONE, run_ranks
-from tests.support.runs.steppers import make_stepper, mean_loss
-from tests.support.runs.tiny_model import Tiny
 
 # --- the checkpoint has one rank's experts, and the run resumes in silence
 

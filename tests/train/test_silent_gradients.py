@@ -14,10 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.gate import Gate
-from orchestrator.train.optim.gradient_norm import norm_of_gradients
-from orchestrator.train.strategies.base import Strategy
-from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
-from tests.support.faults.planted_faults import (
+from harness.faults.planted_faults import (
     HOSTS,
     SIZES,
     Plant,
@@ -30,9 +27,12 @@ from tests.support.faults.planted_faults import (
     train_on_hosts,
     train_single_process,
 )
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import assert_gradients_equal
-from tests.support.runs.tiny_model import Tiny
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import assert_gradients_equal
+from harness.runs.tiny_model import Tiny
+from orchestrator.train.optim.gradient_norm import norm_of_gradients
+from orchestrator.train.strategies.base import Strategy
+from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 
 # --- the norm is averaged over ranks that own different experts
 

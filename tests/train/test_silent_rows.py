@@ -23,8 +23,7 @@ from experts.model import initialise
 from experts.tokens.dispatch import copy_rows, sum_rows
 from experts.tokens.exchange import GroupExchange
 from experts.types import RowMap
-from orchestrator.config.settings import Config
-from tests.support.faults.planted_faults import (
+from harness.faults.planted_faults import (
     HOSTS,
     LEARNING_RATE,
     SIZES,
@@ -39,9 +38,10 @@ from tests.support.faults.planted_faults import (
     train_on_hosts,
     train_single_process,
 )
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import assert_gradients_equal
-from tests.support.runs.tiny_model import Tiny
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import assert_gradients_equal
+from harness.runs.tiny_model import Tiny
+from orchestrator.config.settings import Config
 
 # --- experts without tokens get no gradient
 

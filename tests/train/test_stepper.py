@@ -9,15 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from orchestrator.errors import ResourceError, TaskFailed, UserError
-from orchestrator.tasks.digits import Digits
-from orchestrator.tasks.task import Loss, TensorData
-from orchestrator.tasks.text import Text
-from orchestrator.train.data.indexed import IndexedFeed
-from orchestrator.train.step.out_of_memory import GROW_AFTER
-from orchestrator.train.step.totals import Totals
-from orchestrator.train.stepper import power_of_two
-from tests.support.runs.steppers import (
+from harness.runs.steppers import (
     UNEVEN_EXPERTS,
     DoubleDigits,
     DoubleText,
@@ -28,7 +20,15 @@ from tests.support.runs.steppers import (
     mean_loss,
     run_steps,
 )
-from tests.support.runs.tiny_model import Tiny
+from harness.runs.tiny_model import Tiny
+from orchestrator.errors import ResourceError, TaskFailed, UserError
+from orchestrator.tasks.digits import Digits
+from orchestrator.tasks.task import Loss, TensorData
+from orchestrator.tasks.text import Text
+from orchestrator.train.data.indexed import IndexedFeed
+from orchestrator.train.step.out_of_memory import GROW_AFTER
+from orchestrator.train.step.totals import Totals
+from orchestrator.train.stepper import power_of_two
 
 JITTERED = Tiny(((3, 5, 2, 4, 6, 7),), tokens=3, options={"jitter": 0.4})
 

@@ -11,6 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
+from harness.faults.planted_faults import step_batches
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps
+from harness.runs.tiny_model import Tiny
+from harness.storage.snapshots import captured_contents
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState
@@ -19,11 +24,6 @@ from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.optim.shards import local_part
 from orchestrator.train.stepper import Stepper
-from tests.support.faults.planted_faults import step_batches
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps
-from tests.support.runs.tiny_model import Tiny
-from tests.support.storage.snapshots import captured_contents
 
 SIZES = (3, 5, 2, 4, 6, 7)
 TASK = Tiny((SIZES, SIZES), dtype=torch.float32)

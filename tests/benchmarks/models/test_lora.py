@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.models import lora
-from tests.support.runs.benchmark_runs import run_benchmark, wrong_figures
+from harness.runs.benchmark_runs import run_benchmark, wrong_figures
 
 
 def test_each_way_has_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.models import model_files
-from tests.support.runs.benchmark_runs import run_benchmark, wrong_figures
+from harness.runs.benchmark_runs import run_benchmark, wrong_figures
 
 
 def small_config(config: Any) -> Any:

@@ -8,9 +8,9 @@ import numpy as np
 
 from benchmarks.moe import imbalance_real
 from benchmarks.moe.imbalance_real import Figures, Loads
+from harness.hosts.thread_hosts import run_gloo_threads
+from harness.runs.benchmark_runs import Table, wrong_figures
 from orchestrator.train.group.world import World
-from tests.support.hosts.thread_hosts import run_gloo_threads
-from tests.support.runs.benchmark_runs import Table, wrong_figures
 
 TOKENS = 20
 

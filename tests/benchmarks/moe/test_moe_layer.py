@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.moe import moe_layer, skewed_load
 from benchmarks.moe.moe_layer import COLUMNS, Candidate, Shape, Weights
 from experts.layer import MoELayer
-from tests.support.moe.oracle import moe_oracle
-from tests.support.runs.benchmark_runs import Table, wrong_figures
+from harness.moe.oracle import moe_oracle
+from harness.runs.benchmark_runs import Table, wrong_figures
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bf16
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.parallel.exchange_overlap import VARIANTS, _measure, _row
+from harness.hosts.thread_hosts import run_gloo_threads
 from orchestrator.train.group.world import World
-from tests.support.hosts.thread_hosts import run_gloo_threads
 
 
 def measure(rows: str, chunks: int, world: World) -> dict[str, Any]:

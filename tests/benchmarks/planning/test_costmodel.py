@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.planning import costmodel, costmodel_cases, costmodel_steps, scaling_table
 from benchmarks.planning.costmodel_cases import Case, digits
+from harness.fakes.cost_machines import device
+from harness.runs.benchmark_runs import run_benchmark, run_main, wrong_figures
 from orchestrator.plan.cost.calibration import VERSION, Calibration, Profile, write_calibration
-from tests.support.fakes.cost_machines import device
-from tests.support.runs.benchmark_runs import run_benchmark, run_main, wrong_figures
 
 CASE = Case(digits(width=8, experts=2, layers=1), 16)
 DECODER = {"width": 32, "layers": 1, "sequence_length": 16, "vocabulary": 64, "samples": 64}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.recovery.chaos_table import costs, recovery_table, spread, spread_table, time_kept
+from harness.faults.fault_schedule import FiredFault
 from orchestrator.record.files.events import Event
-from tests.support.faults.fault_schedule import FiredFault
 
 
 def step(number: int, at: float) -> Event:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.runs.benchmark_runs import run_benchmark, wrong_figures
+from harness.runs.benchmark_runs import run_benchmark, wrong_figures
 
 FLAGS = "--small --layers 2 --samples 4 --sequence-length 64 --steps 8 --peers grouped_mm:fp32"
 LARGEST_DIFFERENCE = 0.05

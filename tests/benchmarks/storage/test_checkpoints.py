@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.storage.checkpoints import SAVES, RankResult, build_state, measure, rows_of
+from harness.hosts.thread_hosts import run_gloo_threads
 from orchestrator.train.group.world import World
-from tests.support.hosts.thread_hosts import run_gloo_threads
 
 GIGABYTES = 0.001
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.fakes.inventories import configs
 from orchestrator.config.reading.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names, setting_types
 from orchestrator.config.writer import dump, write_file
 from orchestrator.errors import UserError
 from tests.config.helpers import TYPOS, flag_refusal, read_text, refusal
-from tests.support.fakes.inventories import configs
 
 
 @pytest.mark.parametrize(

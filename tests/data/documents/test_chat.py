@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from harness.lm.packed_samples import open_rows, segments_of
+from harness.lm.tokenizers import CHATML, EOS, PLAIN_CHATML, chat_tokenizer
 from orchestrator.data.documents.packed import PackedDocuments
 from orchestrator.errors import UserError
-from tests.support.lm.packed_samples import open_rows, segments_of
-from tests.support.lm.tokenizers import CHATML, EOS, PLAIN_CHATML, chat_tokenizer
 
 
 def message(role: str, content: Any, **more: Any) -> dict[str, Any]:

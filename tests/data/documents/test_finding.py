@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.lm.packed_samples import segments_of, write_rows
+from harness.lm.tokenizers import chat_tokenizer
 from orchestrator.data.documents.opening import find_row_files, open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.rows import BadRow, Row
 from orchestrator.errors import UserError
-from tests.support.lm.packed_samples import segments_of, write_rows
-from tests.support.lm.tokenizers import chat_tokenizer
 
 OPTIONS = DocumentOptions(64)
 ROWS = [{"text": f"number {number}"} for number in range(7)]

@@ -11,6 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.lm.language_models import lm_config, save_sums
+from harness.lm.packed_samples import write_rows
+from harness.lm.tokenizers import chat_tokenizer
+from harness.runs.loop_runs import losses_in
 from orchestrator.config.settings import Config
 from orchestrator.data.documents.mixture import MixedDocuments, divide
 from orchestrator.data.documents.opening import open_documents, open_mixture
@@ -20,10 +24,6 @@ from orchestrator.train.data.indexed import IndexedFeed
 from orchestrator.train.data.loading import LoaderOptions
 from orchestrator.train.group.world import World
 from orchestrator.trainer import Trainer
-from tests.support.lm.language_models import lm_config, save_sums
-from tests.support.lm.packed_samples import write_rows
-from tests.support.lm.tokenizers import chat_tokenizer
-from tests.support.runs.loop_runs import losses_in
 
 OPTIONS = DocumentOptions(sequence_length=16, packing=False)
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from harness.lm.families import COMMON, Fp32MeansFp64, build
+from harness.lm.packed_samples import Segment, open_rows, segments_of
+from harness.lm.tokenizers import chat_tokenizer
 from orchestrator.data.documents.packed import NO_LABEL, PackedDocuments
-from tests.support.lm.families import COMMON, Fp32MeansFp64, build
-from tests.support.lm.packed_samples import Segment, open_rows, segments_of
-from tests.support.lm.tokenizers import chat_tokenizer
 
 VOCABULARY = 31
 """Of the tiny models; tokens are mapped into it."""

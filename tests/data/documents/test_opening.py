@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from harness.lm.packed_samples import segments_of, write_rows
+from harness.lm.tokenizers import CHATML, chat_tokenizer
 from orchestrator.data.documents import reading
 from orchestrator.data.documents.opening import open_divided, open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.packed import PackedDocuments
 from orchestrator.errors import UserError
-from tests.support.lm.packed_samples import segments_of, write_rows
-from tests.support.lm.tokenizers import CHATML, chat_tokenizer
 
 ROWS = [{"text": f"This is number {number}. " * (number % 7 + 1)} for number in range(40)]
 

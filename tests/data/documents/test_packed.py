@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.lm.packed_samples import segments_of
 from orchestrator.data.documents.counts import ReadingCounts
 from orchestrator.data.documents.document_set import usable_documents
 from orchestrator.data.documents.kinds import CHAT, TEXT
@@ -20,7 +21,6 @@ from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.packed import PackedDocuments
 from orchestrator.data.documents.store import StoreWriter, TokenDocument, TokenStore
 from orchestrator.errors import UserError
-from tests.support.lm.packed_samples import segments_of
 
 _names = itertools.count()
 

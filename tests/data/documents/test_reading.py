@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.lm.packed_samples import Segment, open_rows, segments_of, write_rows
+from harness.lm.tokenizers import BOS, EOS, chat_tokenizer
 from orchestrator.data.documents.opening import open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.errors import UserError
-from tests.support.lm.packed_samples import Segment, open_rows, segments_of, write_rows
-from tests.support.lm.tokenizers import BOS, EOS, chat_tokenizer
 
 EOS_ID = 0
 BOS_ID = 1

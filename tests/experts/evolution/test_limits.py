@@ -10,7 +10,7 @@ import pytest
 from experts.evolution.decisions import after_undo, decide, due_warmups, why_undo
 from experts.evolution.views import Decision, LayerState, PolicyState
 from experts.structure import Change, LayerStructure, changed
-from tests.support.moe.evolution import (
+from harness.moe.evolution import (
     EVEN,
     RULES,
     after_windows,

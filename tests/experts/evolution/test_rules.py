@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experts.evolution.rules import EvolutionRules, preset_rules
-from tests.support.moe.evolution import (
+from harness.moe.evolution import (
     RULES,
 )
 

@@ -9,7 +9,7 @@ import pytest
 
 from experts.evolution.decisions import decide
 from experts.evolution.views import LayerState, PolicyState
-from tests.support.moe.evolution import (
+from harness.moe.evolution import (
     EVEN,
     RULES,
     after_windows,

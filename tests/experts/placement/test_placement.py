@@ -26,7 +26,7 @@ from experts.placement.placement import (
     read_placement,
     round_robin,
 )
-from tests.support.moe.placement_oracle import (
+from harness.moe.placement_oracle import (
     experts_of_work,
     fits,
     hosts_of_speed,

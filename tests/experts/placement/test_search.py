@@ -11,7 +11,7 @@ from experts.placement import placement
 from experts.placement.placement import ExpertCost, HostFacts
 from experts.placement.problem import PlacementProblem
 from experts.placement.search import BranchAndBound, _best_swap, _SearchState, heuristic
-from tests.support.moe.placement_oracle import (
+from harness.moe.placement_oracle import (
     experts_of_work,
     hosts_of_speed,
     optimum,

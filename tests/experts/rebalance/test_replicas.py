@@ -17,9 +17,9 @@ from experts.rebalance.replicas import group_count, replica_placement
 from experts.structure import Change, LayerStructure, changed
 from experts.tokens.exchange import GroupExchange
 from experts.tokens.routes import route_table
+from harness.hosts.ranks import run_ranks
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
-from tests.support.hosts.ranks import run_ranks
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 7))

@@ -15,9 +15,9 @@ from experts.structure import LayerStructure
 from experts.surgery import expert_transfer
 from experts.surgery.expert_transfer import Move, Slot, StateSpec, exchange_experts, needed_moves
 from experts.tokens.exchange import GroupExchange
+from harness.hosts.ranks import run_ranks
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
-from tests.support.hosts.ranks import run_ranks
 
 SIZES = (3, 8)
 

@@ -16,7 +16,7 @@ from experts.structure import Change
 from experts.surgery.expert_transfer import StateSpec
 from experts.surgery.optimizer_state import added, halved
 from experts.surgery.surgery import Surgery, change_layer
-from tests.support.moe.surgery import (
+from harness.moe.surgery import (
     Model,
     born,
     carry_out,

@@ -17,7 +17,7 @@ from experts.structure import Change, LayerStructure, changed
 from experts.surgery.expert_transfer import Slot, StateSpec
 from experts.surgery.surgery import Surgery, change_layer, restructure
 from experts.types import Kind
-from tests.support.moe.surgery import (
+from harness.moe.surgery import (
     SPEC,
     WIDTH,
     Model,

@@ -12,9 +12,9 @@ from experts.tokens.bounds import ExchangeBounds, RowBound, SeenRows, next_bound
 from experts.tokens.destinations import Destinations
 from experts.tokens.dispatch import sort_by_slot
 from experts.tokens.received_rows import InvalidRows
+from harness.hosts.ranks import run_ranks
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
-from tests.support.hosts.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

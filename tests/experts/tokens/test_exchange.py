@@ -15,9 +15,9 @@ from experts.layer import MoELayer
 from experts.model import attach, initialise, place
 from experts.tokens import exchange as exchange_module
 from experts.tokens.exchange import GroupExchange
+from harness.hosts.ranks import run_ranks
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
-from tests.support.hosts.ranks import run_ranks
 
 WIDTH = 6
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from experts.context import RecomputeCache
 from experts.membership import GroupLeft
 from experts.tokens.received_rows import InvalidRows, RowCheck, local_slots
-from tests.support.moe.damaged_rows import DamagingExchange, compute_layer, make_layer
+from harness.moe.damaged_rows import DamagingExchange, compute_layer, make_layer
 
 SIZES = [8, 8, 4, 8, 4, 8, 8]
 Kernel = Literal["loop", "grouped"]

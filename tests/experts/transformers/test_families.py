@@ -9,9 +9,9 @@ from functools import cache
 
 import pytest
 
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.families import FAMILIES, build
-from tests.support.lm.family_runs import (
+from harness.hosts.ranks import run_ranks
+from harness.lm.families import FAMILIES, build
+from harness.lm.family_runs import (
     FamilyRun,
     differences,
     num_moe_layers,

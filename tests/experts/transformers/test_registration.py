@@ -17,7 +17,7 @@ from experts.balance import moe_layers
 from experts.model import place
 from experts.transformers.hosted import HostedExperts
 from experts.transformers.registration import restore, use
-from tests.support.lm.families import COMMON, FAMILIES, build, copied, next_token_loss, tokens
+from harness.lm.families import COMMON, FAMILIES, build, copied, next_token_loss, tokens
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:

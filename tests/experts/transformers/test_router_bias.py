@@ -12,16 +12,16 @@ from experts.balance import moe_layers
 from experts.context import StepContext
 from experts.transformers.registration import use
 from experts.transformers.router_bias import has_router_biases, use_balance_bias
-from orchestrator.train.group.world import World
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.families import BIASED_FAMILIES, FAMILIES, build, tokens
-from tests.support.moe.bias_runs import (
+from harness.hosts.ranks import run_ranks
+from harness.lm.families import BIASED_FAMILIES, FAMILIES, build, tokens
+from harness.moe.bias_runs import (
     BiasRun,
     biases_of,
     train_oracle,
     train_with_bias,
     train_with_bias_on_hosts,
 )
+from orchestrator.train.group.world import World
 
 
 @cache

@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
+from harness.docs.documents import ROOT
 from orchestrator.live.metrics.metrics import METRICS
-from tests.support.docs.documents import ROOT
 
 DASHBOARD = ROOT / "cluster" / "grafana" / "dashboard.json"
 SELECTOR = re.compile(r'([a-z_]+)\{run=~"\$run"\}')

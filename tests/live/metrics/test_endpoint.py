@@ -11,9 +11,9 @@ from http.client import HTTPConnection
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun, run_events
 from orchestrator.errors import UserError
 from orchestrator.live.metrics.endpoint import CONTENT_TYPE, MAX_CONNECTIONS, RunMetrics, metrics_endpoint
-from tests.support.fakes.fake_events import FakeRun, run_events
 
 
 @pytest.fixture

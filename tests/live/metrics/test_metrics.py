@@ -8,12 +8,12 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.fakes.fake_events import FakeRun, run_events
+from harness.fakes.fake_placements import expert_event
 from orchestrator.live.metrics.exposition import exposition
 from orchestrator.live.metrics.metrics import METRICS
 from orchestrator.record.files.events import Event
 from orchestrator.record.live.state import RunState
-from tests.support.fakes.fake_events import FakeRun, run_events
-from tests.support.fakes.fake_placements import expert_event
 
 HOSTED = FakeRun(experts=7, layers=3, workers=3, hosted=True, gpu=True, recover_at=75)
 UNITS = ("seconds", "bytes", "ratio", "watts", "celsius", "total", "info", "second")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from harness.runs.screens import END, ESCAPE, EVALUATE, drawn_lines, piped, start, step, terminal
 from orchestrator.live.screen.screen import Screen
-from tests.support.runs.screens import END, ESCAPE, EVALUATE, drawn_lines, piped, start, step, terminal
 
 
 def test_piped_lines_are_not_wrapped() -> None:

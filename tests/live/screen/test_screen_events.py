@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.fakes.fake_placements import expert_event
-from tests.support.runs.screens import (
+from harness.fakes.fake_placements import expert_event
+from harness.runs.screens import (
     END,
     ESCAPE,
     EVALUATE,

@@ -7,8 +7,8 @@ import threading
 import pytest
 from rich.console import Console
 
+from harness.runs.screens import END, ESCAPE, EVALUATE, drawn_lines, piped, start, step, terminal
 from orchestrator.live.screen.screen import Screen, _BarState, _make_bar
-from tests.support.runs.screens import END, ESCAPE, EVALUATE, drawn_lines, piped, start, step, terminal
 
 GPUS = {
     "event": "monitor",

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from harness.fakes.fake_sweep import EVIL, HOSTILE, MIXED, write_record
 from orchestrator.live.screen.sweep_screen import SweepScreen
 from orchestrator.record.files.ledger import TrialRow
 from tests.report.sweep.test_sweep_table import render
-from tests.support.fakes.fake_sweep import EVIL, HOSTILE, MIXED, write_record
 
 ESCAPE = "\x1b"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.fake_tracker import CONFIG, FakeTracker, Points
 from orchestrator.errors import UserError
 from orchestrator.live.trackers.tracker_backends import (
     FACTORIES,
@@ -21,7 +22,6 @@ from orchestrator.live.trackers.tracker_backends import (
     find_factories,
 )
 from orchestrator.live.trackers.trackers import TrackerThread
-from tests.support.fakes.fake_tracker import CONFIG, FakeTracker, Points
 
 
 def read_fake(tracker: Any, run_dir: Path) -> tuple[dict[str, Points], str]:

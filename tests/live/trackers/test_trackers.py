@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.fake_tracker import CONFIG, FakeTracker
 from orchestrator.errors import UserError
 from orchestrator.live.trackers.tracker_backends import Tracker, TrackerFactory
 from orchestrator.live.trackers.trackers import TrackerThread
 from orchestrator.record.files.events import EventLog
-from tests.support.fakes.fake_tracker import CONFIG, FakeTracker
 
 
 def step(number: int) -> dict[str, Any]:

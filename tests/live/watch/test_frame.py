@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from harness.fakes.fake_events import START_TIME, FakeRun, run_events
+from harness.fakes.fake_placements import expert_event
 from orchestrator.live.watch.frame import Size, frame
 from orchestrator.live.watch.glyphs import bar, curve, plain
 from orchestrator.record.files.events import Event
 from orchestrator.record.live.state import RunState
-from tests.support.fakes.fake_events import START_TIME, FakeRun, run_events
-from tests.support.fakes.fake_placements import expert_event
 
 FRAMES = Path(__file__).parent / "frames"
 HOSTED = FakeRun(

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from harness.fakes.fake_events import START_TIME, FakeRun, run_events
+from harness.fakes.fake_run import write_events, write_run
+from harness.fakes.fake_sweep import write_sweep
 from orchestrator.errors import UserError
 from orchestrator.live.watch import watching
 from orchestrator.live.watch.watching import Watch, show_once, show_until_end
 from orchestrator.record.files.events import DriverLog, Event, EventLog, encode_event
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from tests.support.fakes.fake_events import START_TIME, FakeRun, run_events
-from tests.support.fakes.fake_run import write_events, write_run
-from tests.support.fakes.fake_sweep import write_sweep
 
 ESCAPE = "\x1b"
 

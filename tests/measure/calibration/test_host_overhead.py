@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from experts.balance import moe_layers
+from harness.fakes.cost_machines import device
+from harness.fakes.inventories import machine
 from orchestrator.measure.calibration.host_overhead import (
     REFERENCE_MODELS,
     ReferenceModel,
@@ -20,8 +22,6 @@ from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_ba
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
-from tests.support.fakes.cost_machines import device
-from tests.support.fakes.inventories import machine
 
 GPU = device(products={"bf16": {}, "fp32": {}}, grouped=PiecewiseCurve((32.0, 128.0), (2.0, 1.0)))
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from harness.fakes.cost_machines import device
+from harness.fakes.inventories import gpu, machine
 from orchestrator.measure.calibration import sustained_load
 from orchestrator.measure.calibration.sustained_load import (
     LARGE_MODELS,
@@ -20,8 +22,6 @@ from orchestrator.plan.cost.machine import Machine, Parallelism
 from orchestrator.plan.cost.model import predict
 from orchestrator.plan.cost.ops import MicroBatchOps, MoveOp, ProductOp
 from orchestrator.tasks.load import load_task
-from tests.support.fakes.cost_machines import device
-from tests.support.fakes.inventories import gpu, machine
 
 OPS = MicroBatchOps(
     samples=4, products=(ProductOp(100, 200, 50),), moves=(MoveOp("plain", 10**6),), operations=10

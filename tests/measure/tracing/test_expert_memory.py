@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from experts.balance import gated_layers, moe_layers
+from harness.fakes.inventories import gpu, machine, planned
+from harness.runs.live_bytes import LiveBytes
+from harness.runs.steppers import make_stepper, run_steps
 from orchestrator.config.settings import Config
 from orchestrator.measure.tracing.fake_batches import first_samples
 from orchestrator.measure.tracing.model_facts import model_facts
@@ -22,9 +25,6 @@ from orchestrator.train.optim import adamw, named_optimizers
 from orchestrator.train.optim.adamw import AdamW
 from orchestrator.train.optim.weight_copies import WeightCopies
 from orchestrator.types import PrecisionName
-from tests.support.fakes.inventories import gpu, machine, planned
-from tests.support.runs.live_bytes import LiveBytes
-from tests.support.runs.steppers import make_stepper, run_steps
 
 SETTINGS: dict[str, Any] = {
     "width": 16,

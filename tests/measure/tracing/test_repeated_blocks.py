@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.lm.large_models import CONFIGS, PARAMETERS, LargeModel
 from orchestrator.measure.tracing import repeated_blocks
 from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task, TensorData
-from tests.support.lm.large_models import CONFIGS, PARAMETERS, LargeModel
 
 TINY_QWEN = LargeModel(
     {

@@ -9,13 +9,13 @@ import torch
 
 from experts.balance import moe_layers
 from experts.transformers.registration import use
+from harness.lm.families import build
 from orchestrator.config.settings import Config
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.measure.tracing.traced_experts import even_rows, record_experts
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
-from tests.support.lm.families import build
 
 SMALL_MOE: dict[str, Any] = {
     "task": "digits",

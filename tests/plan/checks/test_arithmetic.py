@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.runs.probe_checks import assert_fails
 from orchestrator.plan.checks import arithmetic
 from orchestrator.plan.checks.probe_types import CheckResult
-from tests.support.runs.probe_checks import assert_fails
 
 FAULTS: dict[str, tuple[Callable[[], CheckResult], str, str, str]] = {
     "wrong products": (

@@ -12,13 +12,13 @@ from threading import Thread
 
 import pytest
 
+from harness.runs.probe_checks import assert_fails
 from orchestrator.plan.checks import arithmetic, probes
 from orchestrator.plan.checks.probe_types import GPU_FIX, CheckResult, MachineProbe
 from orchestrator.plan.checks.probes import probes_for, run_guarded
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.types import GIB, MIB
-from tests.support.runs.probe_checks import assert_fails
 
 H200 = Gpu(0, "NVIDIA H200", 140 * GIB, 130 * GIB, (9, 0), 132, "GPU-1")
 T4 = Gpu(1, "Tesla T4", 16 * GIB, GIB, (7, 5), 40, "GPU-2")

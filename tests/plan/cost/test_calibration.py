@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.fakes.cost_machines import device
 from orchestrator.errors import UserError
 from orchestrator.plan.cost.calibration import (
     VERSION,
@@ -19,7 +20,6 @@ from orchestrator.plan.cost.calibration import (
     write_calibration,
 )
 from orchestrator.plan.cost.machine import NO_LINK, Interconnect, Link
-from tests.support.fakes.cost_machines import device
 
 LINKS = Interconnect(Link("shared memory", 1e-3, 1e9), Link("shared memory", 2e-3, 1e9))
 ONE_WORKER = Profile(1, 2, device(asynchronous=False), yardstick_s=(1.0, 2.0))

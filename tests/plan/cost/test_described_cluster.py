@@ -6,6 +6,8 @@ from functools import cache
 
 import pytest
 
+from harness.fakes.inventories import model
+from harness.lm.large_models import CONFIGS, PARAMETERS, LargeModel
 from orchestrator.config.settings import Config
 from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.plan.cost.cluster_spec import parse_cluster
@@ -13,8 +15,6 @@ from orchestrator.plan.cost.described_cluster import cluster_of, inventory_of, l
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.types import Rejected
-from tests.support.fakes.inventories import model
-from tests.support.lm.large_models import CONFIGS, PARAMETERS, LargeModel
 
 TOKENS = 512
 QWEN = "Qwen3-30B-A3B"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.fakes.cost_machines import FLOPS_PER_S, device
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
-from tests.support.fakes.cost_machines import FLOPS_PER_S, device
 
 
 def test_a_curve_is_a_power_law_between_sizes_and_proportional_past_the_last():

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.fakes.cost_machines import FLOOR_S, FLOPS_PER_S, OPS, device, machine
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.machine import NO_LINK, Interconnect, Machine, Parallelism
 from orchestrator.plan.cost.model import PARTS, predict
 from orchestrator.plan.cost.ops import AttentionOp, MessageOp, MicroBatchOps, MoveOp, ProductOp
 from orchestrator.strategies import StrategyName
-from tests.support.fakes.cost_machines import FLOOR_S, FLOPS_PER_S, OPS, device, machine
 
 
 def test_a_step_takes_its_arithmetic_and_its_memory_traffic():

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from harness.fakes.cost_machines import OPS, machine
 from orchestrator.plan.cost.ops import MicroBatchOps, ProductOp
 from orchestrator.plan.cost.scaling import (
     CHUNKS_FROM_TOKENS,
@@ -17,7 +18,6 @@ from orchestrator.plan.cost.scaling import (
     counts_up_to,
     scaling_rows,
 )
-from tests.support.fakes.cost_machines import OPS, machine
 
 
 def test_a_table_of_four_thousand_devices_is_fast_and_loses_efficiency():

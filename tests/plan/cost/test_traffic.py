@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experts.copy_costs import PIECE_ELEMENTS, ring_factor
+from harness.fakes.cost_machines import OPS, device, machine
 from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallelism
 from orchestrator.plan.cost.model import predict
 from orchestrator.plan.cost.ops import MessageOp, MicroBatchOps
@@ -18,7 +19,6 @@ from orchestrator.plan.cost.traffic import (
 )
 from orchestrator.plan.estimate import ShardingForm
 from orchestrator.strategies import StrategyName
-from tests.support.fakes.cost_machines import OPS, device, machine
 
 
 def test_an_all_reduce_runs_within_nodes_and_between_them():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from harness.fakes.inventories import cluster, gpu, machine
 from orchestrator.errors import ResourceError
 from orchestrator.plan.inventory.cluster import Cluster, Node, chosen_gpus
-from tests.support.fakes.inventories import cluster, gpu, machine
 
 
 def test_a_machine_is_a_cluster_of_one_node():

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from harness.fakes.fake_gpus import UUIDS, patch_nvml, patch_torch
 from orchestrator.plan.inventory.hardware import inventory
 from orchestrator.types import MIB
-from tests.support.fakes.fake_gpus import UUIDS, patch_nvml, patch_torch
 
 
 def test_free_memory_is_found_by_uuid(monkeypatch: pytest.MonkeyPatch):

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.fakes.inventories import gpu, machine
 from orchestrator.plan.inventory.hardware import inventory, launched_by
 from orchestrator.types import GIB
-from tests.support.fakes.inventories import gpu, machine
 
 
 def test_the_inventory_of_this_machine_is_plausible(tmp_path: Path):

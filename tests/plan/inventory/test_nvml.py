@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from harness.fakes.fake_gpus import OTHER_PID, UUIDS, patch_nvml
 from orchestrator.plan.inventory.hardware import num_visible
 from orchestrator.plan.inventory.nvml import count_visible, gpu_processes, nvml_view
-from tests.support.fakes.fake_gpus import OTHER_PID, UUIDS, patch_nvml
 
 
 @pytest.mark.parametrize(

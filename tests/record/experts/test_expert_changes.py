@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.fake_evolution import EVOLVING, EVOLVING_HOSTS, evolving_events
+from harness.fakes.fake_placements import expert_event, load
 from orchestrator.record.experts.expert_changes import (
     change_counts,
     expert_changes,
@@ -17,8 +19,6 @@ from orchestrator.record.experts.expert_changes import (
 )
 from orchestrator.record.files.events import Event, by_step
 from orchestrator.record.summary.summary import summarise
-from tests.support.fakes.fake_evolution import EVOLVING, EVOLVING_HOSTS, evolving_events
-from tests.support.fakes.fake_placements import expert_event, load
 
 COUNTS = {"born": 2, "warmed": 1, "merged": 1, "pruned": 1, "moved": 1, "copied": 1, "undone": 1}
 

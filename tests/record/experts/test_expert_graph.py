@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.fake_evolution import EVOLVING, FINAL_IDS, evolving_events
 from orchestrator.record.experts.expert_graph import expert_graphs, graph_of_epochs, parse_graph
 from orchestrator.record.files.events import Event
-from tests.support.fakes.fake_evolution import EVOLVING, FINAL_IDS, evolving_events
 
 EXPERT = {"id": 4, "size": 64, "share": 0.25, "hosts": [0, 2], "age": 10, "parents": [1], "warming": True}
 

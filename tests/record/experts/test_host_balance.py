@@ -2,13 +2,13 @@
 
 import pytest
 
+from harness.fakes.fake_placements import LAYER, expert_event, load, placement_event
 from orchestrator.record.experts.host_balance import (
     even_ratios,
     mean_per_step,
     settled_imbalance,
     token_counts,
 )
-from tests.support.fakes.fake_placements import LAYER, expert_event, load, placement_event
 
 
 def test_over_a_run_the_slowest_times_are_summed() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.fake_placements import LAYER, expert_event, host, layer, load, placement_event
 from orchestrator.record.experts.host_balance import SettledLoads, imbalance, settled_loads, token_counts
 from orchestrator.record.experts.placements import (
     RecordedPlacement,
@@ -12,7 +13,6 @@ from orchestrator.record.experts.placements import (
     placement_at,
     placement_spans,
 )
-from tests.support.fakes.fake_placements import LAYER, expert_event, host, layer, load, placement_event
 
 
 def parsed(*layers: Any, **fields: Any) -> RecordedPlacement:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun, run_events
+from harness.fakes.fake_placements import expert_event
 from orchestrator.record.files.events import Event
 from orchestrator.record.live import lasting_changes
 from orchestrator.record.live.state import RunState
 from orchestrator.record.summary.summary import summarise
-from tests.support.fakes.fake_events import FakeRun, run_events
-from tests.support.fakes.fake_placements import expert_event
 
 MERGE = expert_event(30, "merged", [7], parents=[1, 2], experts=4)
 UNDO = expert_event(30, "undone", [7], parents=[1, 2], experts=5)

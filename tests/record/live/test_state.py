@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun, run_events
+from harness.fakes.fake_placements import expert_event
 from orchestrator.record.experts.host_balance import even_ratios, imbalance, token_counts
 from orchestrator.record.experts.placements import placement_at, placement_spans
 from orchestrator.record.files.effective import effective_events
@@ -15,8 +17,6 @@ from orchestrator.record.live.loss_curve import MAX_POINTS, LossCurve
 from orchestrator.record.live.state import MAX_NOTABLE, SILENT_S, RunState
 from orchestrator.record.summary.speed import RECENT_STEPS, speed_of
 from orchestrator.record.summary.summary import summarise
-from tests.support.fakes.fake_events import FakeRun, run_events
-from tests.support.fakes.fake_placements import expert_event
 
 HOSTED = FakeRun(experts=7, layers=3, workers=3, hosted=True, speeds=(1.0, 0.6), recover_at=75)
 RUNS = {

@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.fakes.fake_nvml import fake_nvml
 from orchestrator.plan.inventory import cpu
 from orchestrator.record.machine.monitor import Monitor, Sample
 from orchestrator.record.machine.nvml import DeviceSample
 from orchestrator.types import GIB
-from tests.support.fakes.fake_nvml import fake_nvml
 
 
 class FakeGpus:

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from harness.fakes.fake_nvml import fake_nvml
 from orchestrator.record.machine.nvml import DeviceSample, NvmlGpus
 from orchestrator.types import GIB
-from tests.support.fakes.fake_nvml import fake_nvml
 
 
 def test_gpus_are_read_by_index_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:

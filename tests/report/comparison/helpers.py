@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from harness.fakes.fake_events import FakeRun
+from harness.fakes.fake_run import write_run
 from orchestrator.report.comparison.runs import ComparedRun, read_runs
-from tests.support.fakes.fake_events import FakeRun
-from tests.support.fakes.fake_run import write_run
 
 
 def write_named(folder: Path, run: FakeRun, **settings: Any) -> Path:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun
+from harness.fakes.fake_run import write_events
+from harness.fakes.fake_sweep import write_sweep
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.report.comparison.compare import NOISE_UNKNOWN, compare
@@ -16,9 +19,6 @@ from orchestrator.report.comparison.losses import loss_agreements
 from orchestrator.report.comparison.runs import MAX_RUNS, read_runs
 from orchestrator.types import GIB
 from tests.report.comparison.helpers import runs_in, write_named
-from tests.support.fakes.fake_events import FakeRun
-from tests.support.fakes.fake_run import write_events
-from tests.support.fakes.fake_sweep import write_sweep
 
 
 def test_equal_runs_are_equal_to_the_bit(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun
 from orchestrator.report.comparison.compare import compare
 from orchestrator.report.comparison.curves import panels_by_step, panels_by_time
 from orchestrator.report.comparison.page import comparison_page, write_comparison
 from tests.report.comparison.helpers import runs_in, write_named
 from tests.report.test_escaping import Tags
-from tests.support.fakes.fake_events import FakeRun
 
 
 def test_all_runs_are_on_common_axes(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+from harness.fakes.fake_events import FakeRun
 from orchestrator.report.comparison.compare import compare
 from orchestrator.report.comparison.figures import Figure
 from orchestrator.report.comparison.runs import ComparedRun
 from orchestrator.report.comparison.verdicts import Verdict, groups
 from orchestrator.types import bytes_text
 from tests.report.comparison.helpers import runs_in, set_accuracy, write_named
-from tests.support.fakes.fake_events import FakeRun
 
 
 def runs_with(folder: Path, accuracies: dict[float, list[float]], seeds: bool = True) -> list[ComparedRun]:

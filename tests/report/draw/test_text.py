@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.fake_placements import expert_event
 from orchestrator.record.experts.expert_changes import parse_change
 from orchestrator.record.files.events import Event
 from orchestrator.report.draw.text import change_line, failure_text, recovery_text
-from tests.support.fakes.fake_placements import expert_event
 
 FAILURES: list[tuple[dict[str, Any], str]] = [
     ({"kind": "worker", "message": "host 1 was lost", "rank": 1, "step": 40}, "step 40: host 1 was lost"),

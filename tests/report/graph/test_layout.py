@@ -8,9 +8,9 @@ from itertools import combinations
 
 import pytest
 
+from harness.fakes.fake_evolution import evolving_events
 from orchestrator.record.experts.expert_graph import GraphExpert, GraphLayer, expert_graphs
 from orchestrator.report.graph.layout import MAX_RADIUS, expert_places, spacing
-from tests.support.fakes.fake_evolution import evolving_events
 
 
 def layer_of(*ids: int) -> GraphLayer:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+from harness.fakes.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_events
 from orchestrator.record.experts.expert_changes import expert_changes
 from orchestrator.record.experts.expert_graph import expert_graphs
 from orchestrator.report.graph.networks import to_json, to_networkx
-from tests.support.fakes.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_events
 
 EVENTS = evolving_events(EVOLVING_HOSTS)
 GRAPHS = expert_graphs(EVENTS)

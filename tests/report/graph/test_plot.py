@@ -8,12 +8,12 @@ from typing import Any
 from matplotlib.collections import PatchCollection, PathCollection
 from matplotlib.colors import to_hex
 
+from harness.fakes.fake_evolution import EVOLVING_HOSTS, evolving_events
 from orchestrator.record.experts.expert_changes import expert_changes
 from orchestrator.record.experts.expert_graph import expert_graphs
 from orchestrator.report.draw.mpl import COLORS, png
 from orchestrator.report.graph.plot import graph_figure
 from orchestrator.report.graph.view import GraphView, graph_views
-from tests.support.fakes.fake_evolution import EVOLVING_HOSTS, evolving_events
 
 
 def views() -> list[GraphView]:

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
+from harness.fakes.fake_evolution import EVOLVING_HOSTS, evolving_events
+from harness.fakes.fake_placements import expert_event
 from orchestrator.record.experts.expert_changes import expert_changes
 from orchestrator.record.experts.expert_graph import ExpertGraph, expert_graphs
 from orchestrator.record.files.events import Event
 from orchestrator.report.graph.view import MAX_EDGES, MAX_LAYERS, GraphView, LayerView, graph_views, spread
-from tests.support.fakes.fake_evolution import EVOLVING_HOSTS, evolving_events
-from tests.support.fakes.fake_placements import expert_event
 
 
 def views_of(events: list[Event], selected: list[ExpertGraph] | None = None) -> list[GraphView]:

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from harness.fakes.fake_evolution import EVOLVING, EVOLVING_HOSTS, evolving_events, evolving_record
+from harness.fakes.fake_placements import expert_event
+from harness.fakes.fake_run import events_record, run_record
 from orchestrator.report.run import evolution_section as module
 from orchestrator.report.run.evolution_section import evolution_section
 from orchestrator.report.run.page import page
-from tests.support.fakes.fake_evolution import EVOLVING, EVOLVING_HOSTS, evolving_events, evolving_record
-from tests.support.fakes.fake_placements import expert_event
-from tests.support.fakes.fake_run import events_record, run_record
 
 EVIL = "</svg></script><script>alert(1)</script>\"'&"
 

@@ -2,6 +2,9 @@
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun
+from harness.fakes.fake_evolution import evolving_record
+from harness.fakes.fake_run import events_record, run_record
 from orchestrator.report.run.expert_load import (
     MAX_COLUMNS,
     busiest_layer,
@@ -9,9 +12,6 @@ from orchestrator.report.run.expert_load import (
     idlest_layer,
     layer_loads,
 )
-from tests.support.fakes.fake_events import FakeRun
-from tests.support.fakes.fake_evolution import evolving_record
-from tests.support.fakes.fake_run import events_record, run_record
 
 
 def loads_of(tmp_path, *loads):

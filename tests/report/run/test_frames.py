@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 
 import orchestrator
+from harness.fakes.fake_events import PHASES_PARALLEL, FakeRun, run_events
+from harness.fakes.fake_evolution import EVOLVING, write_evolving_run
+from harness.fakes.fake_run import write_events, write_run
 from orchestrator.errors import UserError
 from orchestrator.report.run.frames import MAX_METRICS, Frame, as_column, read_run
-from tests.support.fakes.fake_events import PHASES_PARALLEL, FakeRun, run_events
-from tests.support.fakes.fake_evolution import EVOLVING, write_evolving_run
-from tests.support.fakes.fake_run import write_events, write_run
 
 RECOVERED = FakeRun(workers=3, recover_at=70, phases=PHASES_PARALLEL)
 

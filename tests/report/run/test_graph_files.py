@@ -7,12 +7,12 @@ import sys
 import pytest
 
 import orchestrator
+from harness.fakes.fake_evolution import evolving_record, write_evolving_run
+from harness.fakes.fake_run import run_record, write_run
 from orchestrator.errors import UserError
 from orchestrator.report.run import graph_files
 from orchestrator.report.run.graph_files import read_expert_graph, write_graph_files
 from orchestrator.report.run.page import draw_report
-from tests.support.fakes.fake_evolution import evolving_record, write_evolving_run
-from tests.support.fakes.fake_run import run_record, write_run
 
 
 def test_each_epoch_has_a_picture(tmp_path):

@@ -4,6 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun, placement
+from harness.fakes.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_events, evolving_record
+from harness.fakes.fake_run import events_record, run_record
 from orchestrator.record.summary.speed import speed_of
 from orchestrator.record.summary.summary import summarise
 from orchestrator.report.run.host_load import (
@@ -15,9 +18,6 @@ from orchestrator.report.run.host_load import (
     slowest_text,
     steps_text,
 )
-from tests.support.fakes.fake_events import FakeRun, placement
-from tests.support.fakes.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_events, evolving_record
-from tests.support.fakes.fake_run import events_record, run_record
 
 HOSTED = FakeRun(hosted=True, workers=3, experts=5, layers=2)
 PLACED = {"event": "placement"} | placement(FakeRun(experts=2, layers=1, sizes=(10, 20)), 2)

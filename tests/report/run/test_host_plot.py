@@ -4,11 +4,11 @@ from itertools import combinations
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun, run_events
+from harness.fakes.fake_evolution import EVOLVING_HOSTS, evolving_record
+from harness.fakes.fake_run import events_record, run_record
 from orchestrator.report.run.host_plot import hosts_figure
 from orchestrator.report.run.plots import draw_all
-from tests.support.fakes.fake_events import FakeRun, run_events
-from tests.support.fakes.fake_evolution import EVOLVING_HOSTS, evolving_record
-from tests.support.fakes.fake_run import events_record, run_record
 
 RUNS = {
     "few": FakeRun(hosted=True, workers=3, experts=5, layers=2),

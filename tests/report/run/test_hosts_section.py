@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun, run_events
+from harness.fakes.fake_run import events_record, run_record
 from orchestrator.record.summary.summary import summarise
 from orchestrator.report.draw.mpl import png
 from orchestrator.report.run.host_plot import hosts_figure
@@ -11,8 +13,6 @@ from orchestrator.report.run.hosts_section import hosts_section
 from orchestrator.report.run.page import page
 from orchestrator.report.run.text import performance_summary
 from tests.report.run.test_page import EVIL, checked, poisoned
-from tests.support.fakes.fake_events import FakeRun, run_events
-from tests.support.fakes.fake_run import events_record, run_record
 
 FEW = FakeRun(hosted=True, workers=3, experts=5, layers=2)
 MANY = FakeRun(hosted=True, workers=8, experts=64, layers=24, gpu=True, steps=40)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.fake_run import events_record
 from orchestrator.record.files.events import Event
 from orchestrator.report.run.finding import Finding
 from orchestrator.report.run.learning import MIN_EVALUATIONS, MIN_STEPS, learning_finding
 from orchestrator.report.run.read import RunRecord
 from orchestrator.report.run.sections import verdict_cards
 from orchestrator.report.run.text import performance_summary
-from tests.support.fakes.fake_run import events_record
 
 STEPS_PER_EPOCH = 10
 FALLING = [1.0 / (epoch + 1) for epoch in range(10)]

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from harness.fakes.fake_events import FakeRun, run_events
+from harness.fakes.fake_evolution import evolving_record
+from harness.fakes.fake_run import events_record, run_record, write_events, write_run
 from orchestrator.errors import UserError
 from orchestrator.report.draw.theme import JS
 from orchestrator.report.run.page import draw_report, page
 from orchestrator.report.run.read import read_run_record
-from tests.support.fakes.fake_events import FakeRun, run_events
-from tests.support.fakes.fake_evolution import evolving_record
-from tests.support.fakes.fake_run import events_record, run_record, write_events, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=//evil.example onerror=alert(1)>\"'&"
 VOID = {"meta", "link", "img", "input", "br", "path"}

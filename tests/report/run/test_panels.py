@@ -5,6 +5,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.fakes.fake_events import FakeRun, run_events
+from harness.fakes.fake_run import events_record, run_record
 from orchestrator.report.run.panels import (
     MAX_POINTS,
     Panel,
@@ -14,8 +16,6 @@ from orchestrator.report.run.panels import (
     smooth,
     training_panels,
 )
-from tests.support.fakes.fake_events import FakeRun, run_events
-from tests.support.fakes.fake_run import events_record, run_record
 
 SERIES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=3000)
 

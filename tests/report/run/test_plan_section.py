@@ -2,10 +2,10 @@
 
 import json
 
+from harness.fakes.fake_events import FakeRun
+from harness.fakes.fake_run import run_record, write_run
 from orchestrator.report.run.plan_section import choices_table, settings_table
 from orchestrator.report.run.read import read_run_record
-from tests.support.fakes.fake_events import FakeRun
-from tests.support.fakes.fake_run import run_record, write_run
 
 
 def with_plan(tmp_path, plan):

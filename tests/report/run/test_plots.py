@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun, run_events
+from harness.fakes.fake_evolution import evolving_record
+from harness.fakes.fake_run import events_record, run_record, write_run
 from orchestrator.report.run.plots import draw_all, experts_figure, training_figure
-from tests.support.fakes.fake_events import FakeRun, run_events
-from tests.support.fakes.fake_evolution import evolving_record
-from tests.support.fakes.fake_run import events_record, run_record, write_run
 
 RUNS = {
     "dense": FakeRun(),

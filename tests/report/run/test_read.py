@@ -5,10 +5,10 @@ import math
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun, run_events
+from harness.fakes.fake_run import events_record, run_record, write_events, write_run
 from orchestrator.errors import UserError
 from orchestrator.report.run.read import UNFINISHED, cached_on_record, finite, number, read_run_record
-from tests.support.fakes.fake_events import FakeRun, run_events
-from tests.support.fakes.fake_run import events_record, run_record, write_events, write_run
 
 
 def test_a_finished_run_is_read(tmp_path):

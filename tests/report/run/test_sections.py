@@ -2,10 +2,10 @@
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun
+from harness.fakes.fake_run import events_record, run_record, write_events
 from orchestrator.report.run import sections
 from orchestrator.report.run.read import read_run_record
-from tests.support.fakes.fake_events import FakeRun
-from tests.support.fakes.fake_run import events_record, run_record, write_events
 
 
 def record_of(tmp_path, **fields):

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from harness.fakes.fake_events import FakeRun, run_events
+from harness.fakes.fake_run import events_record, run_record, write_events, write_run
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.report.run import stats
 from orchestrator.report.run.read import read_run_record
 from orchestrator.types import GIB
-from tests.support.fakes.fake_events import FakeRun, run_events
-from tests.support.fakes.fake_run import events_record, run_record, write_events, write_run
 
 
 def record_of(tmp_path, run=None, **fields):

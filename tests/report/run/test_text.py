@@ -2,11 +2,11 @@
 
 import pytest
 
+from harness.fakes.fake_events import PHASES_PARALLEL, FakeRun, run_events
+from harness.fakes.fake_evolution import evolving_record
+from harness.fakes.fake_run import events_record, run_record
 from orchestrator.report.run.page import page
 from orchestrator.report.run.text import WIDTH, performance_summary, verdict_lines
-from tests.support.fakes.fake_events import PHASES_PARALLEL, FakeRun, run_events
-from tests.support.fakes.fake_evolution import evolving_record
-from tests.support.fakes.fake_run import events_record, run_record
 
 RUNS = {
     "dense": FakeRun(),

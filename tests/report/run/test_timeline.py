@@ -1,9 +1,9 @@
 """Tests of the timeline of a run."""
 
+from harness.fakes.fake_events import FakeRun
+from harness.fakes.fake_evolution import evolving_record
+from harness.fakes.fake_run import events_record, run_record
 from orchestrator.report.run.timeline import MAX_ROWS, timeline_list, timeline_rows
-from tests.support.fakes.fake_events import FakeRun
-from tests.support.fakes.fake_evolution import evolving_record
-from tests.support.fakes.fake_run import events_record, run_record
 
 
 def kinds(record):

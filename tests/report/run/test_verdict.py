@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from harness.fakes.fake_events import PHASES_PARALLEL, FakeRun, run_events
+from harness.fakes.fake_run import events_record, run_record, write_events, write_run
 from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.verdict import MIN_STEPS, verdict
 from orchestrator.types import GIB
-from tests.support.fakes.fake_events import PHASES_PARALLEL, FakeRun, run_events
-from tests.support.fakes.fake_run import events_record, run_record, write_events, write_run
 
 MOSTLY_COMMUNICATION = {
     "data": 0.03,

@@ -6,9 +6,7 @@ import re
 
 import pytest
 
-from orchestrator.record.files.ledger import SweepRecord, TrialRow
-from orchestrator.report.sweep.csv_files import scaling_csv, sweep_csv
-from tests.support.fakes.fake_sweep import (
+from harness.fakes.fake_sweep import (
     EXPERTS,
     HOSTILE,
     MIXED,
@@ -18,6 +16,8 @@ from tests.support.fakes.fake_sweep import (
     FakeSweep,
     write_record,
 )
+from orchestrator.record.files.ledger import SweepRecord, TrialRow
+from orchestrator.report.sweep.csv_files import scaling_csv, sweep_csv
 
 
 def parse(text: str) -> list[dict[str, str]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.fakes.fake_sweep import EVIL, HOSTILE, MIXED, SINGLE, FakeSweep, write_record
 from orchestrator.config.reading.flags import read_flags
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.sweep.facts import (
@@ -21,7 +22,6 @@ from orchestrator.report.sweep.facts import (
 from orchestrator.report.sweep.markdown import scaling_md
 from orchestrator.report.sweep.page import sweep_page
 from orchestrator.sweeps import outcome_lines
-from tests.support.fakes.fake_sweep import EVIL, HOSTILE, MIXED, SINGLE, FakeSweep, write_record
 
 
 def test_the_command_trains_with_the_trial(tmp_path) -> None:

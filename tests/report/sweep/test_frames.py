@@ -8,11 +8,7 @@ import pandas as pd
 import pytest
 
 import orchestrator
-from orchestrator.errors import UserError
-from orchestrator.report.run.frames import Frame
-from orchestrator.report.sweep.frames import read_sweep, scaling_frame, trial_frame
-from orchestrator.types import GIB
-from tests.support.fakes.fake_sweep import (
+from harness.fakes.fake_sweep import (
     EXPERTS,
     MIXED,
     NOTHING,
@@ -21,6 +17,10 @@ from tests.support.fakes.fake_sweep import (
     write_record,
     write_sweep,
 )
+from orchestrator.errors import UserError
+from orchestrator.report.run.frames import Frame
+from orchestrator.report.sweep.frames import read_sweep, scaling_frame, trial_frame
+from orchestrator.types import GIB
 
 
 def add_lines(folder: Path, *trials: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from harness.fakes.fake_sweep import MIXED, NOTHING, ONE, SINGLE, FakeSweep, random_points, write_record
 from orchestrator.report.sweep.heatmap import explained_variance, heat_map, setting_effect, setting_levels
 from orchestrator.types import GIB
-from tests.support.fakes.fake_sweep import MIXED, NOTHING, ONE, SINGLE, FakeSweep, random_points, write_record
 
 
 def test_the_map_is_over_the_two_settings_with_the_largest_effect(tmp_path) -> None:

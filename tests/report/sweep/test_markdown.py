@@ -5,9 +5,9 @@ import re
 import pandas as pd
 import pytest
 
+from harness.fakes.fake_sweep import HOSTILE, MIXED, NOTHING, SWEEPS, FakeSweep, write_record
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.sweep.markdown import markdown_table, scaling_md
-from tests.support.fakes.fake_sweep import HOSTILE, MIXED, NOTHING, SWEEPS, FakeSweep, write_record
 
 
 def tables(text: str) -> list[list[str]]:

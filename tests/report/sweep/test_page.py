@@ -6,12 +6,7 @@ import re
 
 import pytest
 
-from orchestrator.cli.report import show_report
-from orchestrator.errors import UserError
-from orchestrator.report.draw.theme import JS
-from orchestrator.report.sweep.page import draw_sweep, sweep_page
-from tests.report.run.test_page import checked
-from tests.support.fakes.fake_sweep import (
+from harness.fakes.fake_sweep import (
     EXPERTS,
     HOSTILE,
     MIXED,
@@ -22,6 +17,11 @@ from tests.support.fakes.fake_sweep import (
     write_record,
     write_sweep,
 )
+from orchestrator.cli.report import show_report
+from orchestrator.errors import UserError
+from orchestrator.report.draw.theme import JS
+from orchestrator.report.sweep.page import draw_sweep, sweep_page
+from tests.report.run.test_page import checked
 
 
 @pytest.mark.parametrize("name", SWEEPS)

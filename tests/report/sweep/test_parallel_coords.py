@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
+from harness.fakes.fake_sweep import MIXED, ONE, random_points, write_record
 from orchestrator.report.sweep.parallel_coords import MIN_DISTANCE, numeric_scale, parallel_plot, word_scale
-from tests.support.fakes.fake_sweep import MIXED, ONE, random_points, write_record
 
 
 def test_numbers_over_a_wide_range_get_a_logarithmic_scale() -> None:

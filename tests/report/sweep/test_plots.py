@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.fakes.fake_sweep import EXPERTS, HOSTILE, ONE, SWEEPS, random_points, write_record
 from orchestrator.report.sweep.plots import (
     MAX_SERIES,
     draw_pictures,
@@ -11,7 +12,6 @@ from orchestrator.report.sweep.plots import (
     scaling_figure,
     shown_series,
 )
-from tests.support.fakes.fake_sweep import EXPERTS, HOSTILE, ONE, SWEEPS, random_points, write_record
 
 FILES = {
     "mixed": ["scaling.png", "heatmap.png", "parallel_coordinates.png"],

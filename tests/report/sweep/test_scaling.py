@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.fakes.fake_sweep import EXPERTS, MIXED, NOTHING, SINGLE, STRONG, write_record
 from orchestrator.record.files.ledger import TrialRow
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.frames import scaling_frame
@@ -19,7 +20,6 @@ from orchestrator.report.sweep.scaling import (
 )
 from orchestrator.report.sweep.scaling_text import scaling_texts
 from tests.report.sweep.test_trials import sweep, trial
-from tests.support.fakes.fake_sweep import EXPERTS, MIXED, NOTHING, SINGLE, STRONG, write_record
 
 
 def compared(*rows: TrialRow) -> Frame:

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from harness.fakes.fake_sweep import MIXED, FakeSweep, trial_row, write_record
 from orchestrator.record.files.ledger import TrialRow
 from orchestrator.report.sweep.sweep_table import (
     RunningTrial,
@@ -15,7 +16,6 @@ from orchestrator.report.sweep.sweep_table import (
     live_table,
     seconds_left,
 )
-from tests.support.fakes.fake_sweep import MIXED, FakeSweep, trial_row, write_record
 
 
 def render(table: Table, width: int = 120) -> str:

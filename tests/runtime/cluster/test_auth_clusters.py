@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hosts.cluster import RayCluster, local_cluster
+from harness.hosts.cluster import RayCluster, local_cluster
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.hosts.cluster import RayCluster
+from harness.runs.cli_runs import finish_run, kill_worker, start_run, wait_for_steps
 from orchestrator.record.files.events import of_kind, read_events
-from tests.support.hosts.cluster import RayCluster
-from tests.support.runs.cli_runs import finish_run, kill_worker, start_run, wait_for_steps
 
 
 def idle_processes(cluster: RayCluster) -> set[int]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.inventories import gpu, machine
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.runtime.cluster import survey as module
 from orchestrator.types import GIB
-from tests.support.fakes.inventories import gpu, machine
 
 DRIVER = machine(ram_free=500 * GIB)
 

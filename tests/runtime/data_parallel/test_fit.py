@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.files.events import by_step, of_kind, read_events
-from tests.support.hosts.cluster import RAY, RayCluster, local_cluster
-from tests.support.runs.cli_runs import (
+from harness.hosts.cluster import RAY, RayCluster, local_cluster
+from harness.runs.cli_runs import (
     command,
     complete,
     complete_run,
@@ -29,6 +28,7 @@ from tests.support.runs.cli_runs import (
     steps_recorded,
     wait_for_steps,
 )
+from orchestrator.record.files.events import by_step, of_kind, read_events
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.hosts.cluster import RayCluster
-from tests.support.runs.cli_runs import command, finish_run, living_actors, start_run
+from harness.hosts.cluster import RayCluster
+from harness.runs.cli_runs import command, finish_run, living_actors, start_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 _EXIT_SECONDS = 30.0

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from harness.hosts.cluster import RayCluster
+from harness.hosts.ranks import run_ranks
+from harness.runs.cli_runs import enter_folder
 from orchestrator import Config, Trainer
 from orchestrator.record.files.events import by_step, read_events
-from tests.support.hosts.cluster import RayCluster
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.cli_runs import enter_folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 ROWS = 70

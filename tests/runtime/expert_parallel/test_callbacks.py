@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from harness.hosts.cluster import RayCluster
+from harness.runs.cli_runs import finish_run, kill_worker, read_summary, start_run, wait_for_steps
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.runtime.driver import _sent_callbacks
-from tests.support.hosts.cluster import RayCluster
-from tests.support.runs.cli_runs import finish_run, kill_worker, read_summary, start_run, wait_for_steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 CALLBACK = """

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import ray
 
+from harness.hosts.cluster import RayCluster, connected
+from harness.hosts.idle_hosts import IdlePool, idle_pool, is_dead, kill_and_wait, wait_until
 from orchestrator.runtime.expert_parallel.calls import GroupCalls
 from orchestrator.runtime.failures import cause_of
 from orchestrator.runtime.recovery import Failure
-from tests.support.hosts.cluster import RayCluster, connected
-from tests.support.hosts.idle_hosts import IdlePool, idle_pool, is_dead, kill_and_wait, wait_until
 
 pytestmark = [pytest.mark.ray]
 

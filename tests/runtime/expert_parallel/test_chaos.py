@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.files.events import of_kind, read_events
-from tests.support.faults.chaos_runs import SAMPLES, FinishedRun, Job, run_with_faults
-from tests.support.faults.fault_schedule import FaultFolder, FaultSchedule, Phase, random_kills
-from tests.support.faults.run_checks import (
+from harness.faults.chaos_runs import SAMPLES, FinishedRun, Job, run_with_faults
+from harness.faults.fault_schedule import FaultFolder, FaultSchedule, Phase, random_kills
+from harness.faults.run_checks import (
     check_losses,
     check_run,
     check_sample_counts,
@@ -24,8 +23,9 @@ from tests.support.faults.run_checks import (
     leftovers_in_cluster,
     recoveries,
 )
-from tests.support.hosts.cluster import RayCluster, local_cluster
-from tests.support.runs.cli_runs import read_summary
+from harness.hosts.cluster import RayCluster, local_cluster
+from harness.runs.cli_runs import read_summary
+from orchestrator.record.files.events import of_kind, read_events
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 STEPS = 90

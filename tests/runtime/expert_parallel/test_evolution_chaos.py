@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faults.chaos_runs import EVOLVING, FinishedRun, Job, run_with_faults
-from tests.support.faults.fault_schedule import EVOLUTION_PHASES, FaultSchedule, Phase
-from tests.support.faults.run_checks import check_experts, recoveries
-from tests.support.hosts.cluster import RayCluster
+from harness.faults.chaos_runs import EVOLVING, FinishedRun, Job, run_with_faults
+from harness.faults.fault_schedule import EVOLUTION_PHASES, FaultSchedule, Phase
+from harness.faults.run_checks import check_experts, recoveries
+from harness.hosts.cluster import RayCluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 STEPS = 110

@@ -11,12 +11,12 @@ import pytest
 import ray
 from ray.util import placement_group_table
 
+from harness.hosts.cluster import RayCluster, connected
+from harness.hosts.idle_hosts import wait_until
+from harness.hosts.idle_worker import preload_or_die, rehearse_in_file
 from orchestrator.errors import TrainingFailed
 from orchestrator.runtime.expert_parallel import host_pool as module
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
-from tests.support.hosts.cluster import RayCluster, connected
-from tests.support.hosts.idle_hosts import wait_until
-from tests.support.hosts.idle_worker import preload_or_die, rehearse_in_file
 
 pytestmark = [pytest.mark.ray]
 STORE_ADDRESS = ("127.0.0.1", 1)

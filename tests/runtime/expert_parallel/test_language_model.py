@@ -11,23 +11,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from orchestrator.checkpoint.files import load
-from orchestrator.cli.main import main
-from orchestrator.record.files.events import of_kind
-from orchestrator.run.run_settings import read_run_settings
-from orchestrator.tasks.lm.task import LanguageModel
-from orchestrator.train.checkpoint.restore import restore_model
-from tests.support.faults.chaos_runs import FinishedRun, Job, run_with_faults
-from tests.support.faults.fault_schedule import FaultSchedule
-from tests.support.faults.run_checks import (
+from harness.faults.chaos_runs import FinishedRun, Job, run_with_faults
+from harness.faults.fault_schedule import FaultSchedule
+from harness.faults.run_checks import (
     check_losses,
     check_steps,
     check_weights,
     newest_checkpoint,
     recoveries,
 )
-from tests.support.hosts.cluster import RayCluster
-from tests.support.lm.language_models import save_sums, save_tiny_model
+from harness.hosts.cluster import RayCluster
+from harness.lm.language_models import save_sums, save_tiny_model
+from orchestrator.checkpoint.files import load
+from orchestrator.cli.main import main
+from orchestrator.record.files.events import of_kind
+from orchestrator.run.run_settings import read_run_settings
+from orchestrator.tasks.lm.task import LanguageModel
+from orchestrator.train.checkpoint.restore import restore_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 STEPS = 40

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.files.events import of_kind, read_events
-from tests.support.hosts.cluster import RayCluster
-from tests.support.runs import counting_task
-from tests.support.runs.cli_runs import (
+from harness.hosts.cluster import RayCluster
+from harness.runs import counting_task
+from harness.runs.cli_runs import (
     complete_run,
     finish_run,
     kill_worker,
@@ -26,6 +25,7 @@ from tests.support.runs.cli_runs import (
     start_run,
     wait_for_steps,
 )
+from orchestrator.record.files.events import of_kind, read_events
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 FIVE_EXPERTS = shlex.split("--experts 5 --expert-hidden-size 32 64 64 128 256 --width 64 --layers 2")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayActorError
 
+from harness.fakes.fake_hosts import FakeRun, MakeRun, fake_runs
 from orchestrator.errors import UserError
 from orchestrator.runtime.expert_parallel.host_worker import Segment, SegmentResult
 from orchestrator.runtime.expert_parallel.segments import MAX_GRANTED
@@ -18,7 +19,6 @@ from orchestrator.runtime.expert_parallel.states import (
 )
 from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing, SnapshotsUnusable
 from orchestrator.types import Choice, Rejected
-from tests.support.fakes.fake_hosts import FakeRun, MakeRun, fake_runs
 
 CONNECTION_CLOSED = RuntimeError("gloo/ connection closed by peer")
 

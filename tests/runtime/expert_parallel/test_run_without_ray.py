@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayActorError
 
+from harness.fakes.fake_hosts import MakeRun, fake_runs
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import EventLog
 from orchestrator.runtime.expert_parallel.host_worker import SegmentResult
@@ -19,7 +20,6 @@ from orchestrator.runtime.expert_parallel.states import (
     WaitingForHosts,
 )
 from orchestrator.runtime.expert_parallel.stuck import HostHealth
-from tests.support.fakes.fake_hosts import MakeRun, fake_runs
 
 CONNECTION_CLOSED = RuntimeError("gloo/ connection closed by peer")
 

@@ -11,11 +11,11 @@ import pytest
 import ray
 from ray.exceptions import ObjectLostError
 
+from harness.hosts.cluster import RayCluster, connected
+from harness.hosts.idle_hosts import IdlePool, idle_pool, kill_and_wait
+from harness.hosts.idle_worker import SNAPSHOT_BYTES, snapshot_value
 from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotReferences
 from orchestrator.runtime.expert_parallel.snapshot_store import SnapshotStore
-from tests.support.hosts.cluster import RayCluster, connected
-from tests.support.hosts.idle_hosts import IdlePool, idle_pool, kill_and_wait
-from tests.support.hosts.idle_worker import SNAPSHOT_BYTES, snapshot_value
 
 pytestmark = [pytest.mark.ray]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.faults.chaos_runs import SETTINGS, Job, run_with_faults
+from harness.faults.fault_schedule import FaultFolder, FaultSchedule
+from harness.faults.run_checks import check_samples
+from harness.hosts.cluster import RayCluster
+from harness.runs.cli_runs import complete, losses
+from harness.runs.streamed_runs import SAMPLES, check_streamed, streamed_flags
 from orchestrator.record.files.events import of_kind
-from tests.support.faults.chaos_runs import SETTINGS, Job, run_with_faults
-from tests.support.faults.fault_schedule import FaultFolder, FaultSchedule
-from tests.support.faults.run_checks import check_samples
-from tests.support.hosts.cluster import RayCluster
-from tests.support.runs.cli_runs import complete, losses
-from tests.support.runs.streamed_runs import SAMPLES, check_streamed, streamed_flags
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

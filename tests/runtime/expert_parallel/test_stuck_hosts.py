@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faults.chaos_runs import FinishedRun, Job, run_with_faults
-from tests.support.faults.fault_schedule import FaultSchedule
-from tests.support.faults.stuck_cases import CASES, STEPS, check_case, run_case
-from tests.support.hosts.cluster import RayCluster
+from harness.faults.chaos_runs import FinishedRun, Job, run_with_faults
+from harness.faults.fault_schedule import FaultSchedule
+from harness.faults.stuck_cases import CASES, STEPS, check_case, run_case
+from harness.hosts.cluster import RayCluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
+from harness.fakes.fake_hosts import FakeRun, MakeRun, fake_runs
 from orchestrator.errors import OutOfMemory, UserError
 from orchestrator.runtime.expert_parallel.states import Ended, Joining, Running, WaitingForHosts
 from orchestrator.runtime.expert_parallel.stuck import HostHealth
-from tests.support.fakes.fake_hosts import FakeRun, MakeRun, fake_runs
 
 CONNECTION_CLOSED = RuntimeError("gloo/ connection closed by peer")
 DIED = RayActorError()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from harness.fakes.inventories import gpu, machine
 from orchestrator.config.settings import Config
 from orchestrator.config.sweep.space_parser import parse_space, points_space
 from orchestrator.config.sweep.sweep import Sweep
@@ -12,7 +13,6 @@ from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.record.files.ledger import TrialRow
 from orchestrator.runtime.sweep.devices import SweepDevices, check_feasible
-from tests.support.fakes.inventories import gpu, machine
 
 
 def single_node(cpus: int, cores: int, joined: bool = False) -> Cluster:

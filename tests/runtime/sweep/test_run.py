@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from harness.hosts.cluster import RayCluster
+from harness.runs.cli_runs import complete, finish_run, living_actors, read_summary
 from orchestrator.config.settings import Config
 from orchestrator.config.sweep.space import Point, Space
 from orchestrator.config.sweep.space_parser import parse_space, points_space
@@ -25,8 +27,6 @@ from orchestrator.runtime.sweep import run as run_module
 from orchestrator.runtime.sweep.run import SweepRun, make_source, trial_error
 from orchestrator.runtime.sweep.trial_worker import TrialSetup
 from orchestrator.trainer import Trainer
-from tests.support.hosts.cluster import RayCluster
-from tests.support.runs.cli_runs import complete, finish_run, living_actors, read_summary
 
 SIZES = ("--width", "16", "--expert-hidden-size", "8", "--experts", "3", "--layers", "1")
 

@@ -11,6 +11,8 @@ import torch
 from experts.bank import ExpertBank
 from experts.transformers.files.fingerprint import fingerprint
 from experts.transformers.lora.adapters import LoraOptions
+from harness.lm.language_models import FilledLanguageModel, lm_config
+from harness.runs.steppers import make_stepper, mean_loss, run_steps
 from orchestrator.config.sections.model import ModelSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
@@ -20,8 +22,6 @@ from orchestrator.plan.reasons import trained_text
 from orchestrator.tasks.lm.building import lora_options
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.train.checkpoint.state import model_tensors
-from tests.support.lm.language_models import FilledLanguageModel, lm_config
-from tests.support.runs.steppers import make_stepper, mean_loss, run_steps
 
 
 @pytest.fixture(scope="module")

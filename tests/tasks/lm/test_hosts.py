@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from harness.hosts.ranks import run_ranks
+from harness.lm.language_models import lm_config
+from harness.lm.lm_runs import train_lm, train_lm_on_host
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.train.group.world import World
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.language_models import lm_config
-from tests.support.lm.lm_runs import train_lm, train_lm_on_host
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.lm.language_models import lm_config
+from harness.runs.cli_runs import losses
 from orchestrator.cli.main import main
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
@@ -27,8 +29,6 @@ from orchestrator.tasks.lm.model_folder import (
 )
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.trainer import Trainer
-from tests.support.lm.language_models import lm_config
-from tests.support.runs.cli_runs import losses
 
 STEPS = 4
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import transformers
 
+from harness.lm.tokenizers import save_tokenizer
 from orchestrator.errors import UserError
 from orchestrator.tasks.lm.building import build_causal_lm
 from orchestrator.tasks.lm.model_folder import load_config, load_tokenizer
 from orchestrator.train.export.weights import model_without_memory
-from tests.support.lm.tokenizers import save_tokenizer
 
 
 @pytest.mark.parametrize("family", [transformers.GPT2Config, transformers.Qwen3Config])

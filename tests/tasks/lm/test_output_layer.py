@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from harness.lm.families import COMMON, Fp32MeansFp64, build
+from harness.lm.language_models import DoubleLanguageModel, lm_config
+from harness.lm.output_losses import chunks
+from harness.runs.live_bytes import LiveBytes
 from orchestrator.config.settings import Config
 from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.tasks.lm.output_layer import call_with_labels
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.token_loss import NO_LABEL, LogitTransform
-from tests.support.lm.families import COMMON, Fp32MeansFp64, build
-from tests.support.lm.language_models import DoubleLanguageModel, lm_config
-from tests.support.lm.output_losses import chunks
-from tests.support.runs.live_bytes import LiveBytes
 
 SIZES: dict[str, Any] = {
     **COMMON,

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from harness.hosts.ranks import run_ranks
+from harness.lm.families import FAMILIES
+from harness.lm.output_losses import Case, assert_equal, train_both, train_both_on_host
 from orchestrator.train.group.world import World
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.families import FAMILIES
-from tests.support.lm.output_losses import Case, assert_equal, train_both, train_both_on_host
 
 
 @pytest.mark.extended(but_first=2)

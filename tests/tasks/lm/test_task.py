@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.lm.language_models import EXPERTS, DoubleLanguageModel, lm_config, save_tiny_glm
+from harness.moe.bias_runs import biases_of, move_each, recorded_choices
+from harness.runs.steppers import make_stepper, mean_loss, run_steps
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.measure.tracing.fake_batches import fake_tensor_mode
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.trainer import Trainer
-from tests.support.lm.language_models import EXPERTS, DoubleLanguageModel, lm_config, save_tiny_glm
-from tests.support.moe.bias_runs import biases_of, move_each, recorded_choices
-from tests.support.runs.steppers import make_stepper, mean_loss, run_steps
 
 GLOBAL_BATCH = 8
 """Norms and routers of ``transformers`` compute in fp32 in a model of fp64: equal to about 1e-7."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from harness.storage.snapshots import HOST_OF, TASK, HostSnapshots, take_snapshots
 from orchestrator.checkpoint.files import Contents
-from tests.support.storage.snapshots import HOST_OF, TASK, HostSnapshots, take_snapshots
 
 
 @pytest.fixture(scope="session")

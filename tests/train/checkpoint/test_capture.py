@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.hosts.save_hosts import CPU, make_state
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.capture import StateTensor, _assign_writers, capture, host_share
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.group.world import World
-from tests.support.hosts.save_hosts import CPU, make_state
 
 
 @given(st.lists(st.integers(0, 200), max_size=30), st.integers(1, 9))

@@ -9,6 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.faults.planted_faults import by_expert, step_batches
+from harness.hosts.ranks import run_ranks
+from harness.lm.family_runs import CPU, GLOBAL_BATCH, placement
+from harness.lm.lora_runs import LoraTask
+from harness.runs.steppers import make_stepper, mean_loss
+from harness.storage.snapshots import CopyingSink, HostSnapshot, merge_all
 from orchestrator.checkpoint.files import Contents
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.errors import UserError
@@ -21,12 +27,6 @@ from orchestrator.train.device.precision import Precision
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
-from tests.support.faults.planted_faults import by_expert, step_batches
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.family_runs import CPU, GLOBAL_BATCH, placement
-from tests.support.lm.lora_runs import LoraTask
-from tests.support.runs.steppers import make_stepper, mean_loss
-from tests.support.storage.snapshots import CopyingSink, HostSnapshot, merge_all
 
 NAME = "GPT-OSS"
 BASE = "fingerprint"

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from experts.membership import GroupLeft
+from harness.hosts.save_hosts import SaveHost, make_hosts, run_hosts, save_steps
+from harness.storage.snapshots import assert_same_contents, captured_contents
 from orchestrator.checkpoint.files import load
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
-from tests.support.hosts.save_hosts import SaveHost, make_hosts, run_hosts, save_steps
-from tests.support.storage.snapshots import assert_same_contents, captured_contents
 
 OPERATIONS = ("mkdir", "rename", "fsync", "rmdir", "unlink", "open", "write")
 

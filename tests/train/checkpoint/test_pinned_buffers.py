@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.storage.snapshots import CPU, CopyingSink
 from orchestrator.errors import ResourceError
 from orchestrator.train.checkpoint import pinned_buffers
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
@@ -16,7 +17,6 @@ from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.device.precision import Precision
 from orchestrator.train.group.world import World
-from tests.support.storage.snapshots import CPU, CopyingSink
 
 GPU = torch.device("cuda", 0)
 TENSOR_BYTES = 4 * 1600 + 3 * 64  # 40 × 40 weights, and a bias of 160 bytes in aligned places

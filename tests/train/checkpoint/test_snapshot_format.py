@@ -9,16 +9,10 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from orchestrator.checkpoint.files import Contents
-from orchestrator.train.checkpoint.snapshot_format import LiveTensor, _entries, read_part
-from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.group.stores import file_store
-from orchestrator.train.group.world import process_group_world
-from orchestrator.train.optim.optimizer import ScheduledOptimizer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import make_stepper, run_steps
-from tests.support.runs.tiny_model import Tiny
-from tests.support.storage.snapshots import (
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import make_stepper, run_steps
+from harness.runs.tiny_model import Tiny
+from harness.storage.snapshots import (
     CPU,
     GENERATION,
     HOST_OF,
@@ -35,6 +29,12 @@ from tests.support.storage.snapshots import (
     state_of,
     take_snapshots,
 )
+from orchestrator.checkpoint.files import Contents
+from orchestrator.train.checkpoint.snapshot_format import LiveTensor, _entries, read_part
+from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import process_group_world
+from orchestrator.train.optim.optimizer import ScheduledOptimizer
 
 NONE_ON_LAST_HOST = ((0, 1, 1, 0, 1, 0, 1), (1, 1, 0, 1, 0, 0, 1))
 

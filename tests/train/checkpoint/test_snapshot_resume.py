@@ -10,21 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.checkpoint.files import Contents, HostPart
-from orchestrator.checkpoint.progress import Progress
-from orchestrator.config.settings import Config
-from orchestrator.train.checkpoint.capture import capture
-from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.restore import restore
-from orchestrator.train.checkpoint.snapshot_source import fetch_contents
-from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.device.precision import Precision
-from orchestrator.train.group.stores import file_store
-from orchestrator.train.group.world import process_group_world
-from orchestrator.train.optim.named_optimizers import build_named_optimizer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import make_stepper, mean_loss, run_steps
-from tests.support.storage.snapshots import (
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import make_stepper, mean_loss, run_steps
+from harness.storage.snapshots import (
     CPU,
     PROGRESS,
     TASK,
@@ -37,6 +25,18 @@ from tests.support.storage.snapshots import (
     seed_generators,
     state_of,
 )
+from orchestrator.checkpoint.files import Contents, HostPart
+from orchestrator.checkpoint.progress import Progress
+from orchestrator.config.settings import Config
+from orchestrator.train.checkpoint.capture import capture
+from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
+from orchestrator.train.checkpoint.restore import restore
+from orchestrator.train.checkpoint.snapshot_source import fetch_contents
+from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import process_group_world
+from orchestrator.train.optim.named_optimizers import build_named_optimizer
 
 
 def untrained_state() -> TrainState:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from experts.expert_state import stacked_names
+from harness.hosts.many_hosts import ManyHosts
 from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotReferences
 from orchestrator.train.checkpoint.snapshot_format import SnapshotHeader
 from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing, hosts_to_read
 from orchestrator.train.checkpoint.state import TrainState
-from tests.support.hosts.many_hosts import ManyHosts
 
 
 def header(rank: int, *experts: int) -> SnapshotHeader:

@@ -16,6 +16,7 @@ import orchestrator.train.checkpoint.snapshot_format as format_module
 from experts.actor_host import Outbox
 from experts.group import GroupFactory
 from experts.membership import GroupLeft, GroupMembership
+from harness.storage.snapshots import CPU, CopyingSink, HostSnapshot, dense_part, merge_all
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.snapshot_format import read_part
@@ -28,7 +29,6 @@ from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.device.precision import Precision
 from orchestrator.train.group.stores import open_store
 from orchestrator.train.group.world import World
-from tests.support.storage.snapshots import CPU, CopyingSink, HostSnapshot, dense_part, merge_all
 
 
 class AddressRecorder(Outbox):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from harness.hosts.ranks import run_ranks
 from orchestrator import Config, Trainer
 from orchestrator.errors import UserError
 from orchestrator.record.files.log import SilentLog
@@ -18,7 +19,6 @@ from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
 from orchestrator.train.loop.loop import Loop
 from orchestrator.train.worker.build import WorkerContext, build_training
-from tests.support.hosts.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

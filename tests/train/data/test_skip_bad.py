@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from harness.hosts.ranks import run_ranks
+from harness.runs.blob_trainers import blobs, settings, trainer
 from orchestrator import JsonLines, ParquetRows
 from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.record.files.events import EventLog, by_step, of_kind, read_events
@@ -22,8 +24,6 @@ from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.loop.loop import Loop
 from orchestrator.train.worker.build import WorkerContext, build_training
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.blob_trainers import blobs, settings, trainer
 from tests.train.data.test_stream import CPU, Lonely, samples_of
 
 BAD_ROWS = {0, 3, 8, 9, 10, 11, 31}

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from harness.hosts.ranks import run_ranks
+from harness.runs.loop_runs import losses_in
+from harness.runs.streamed_task import write_digits
 from orchestrator.config.settings import Config
 from orchestrator.data.json_lines import JsonLines
 from orchestrator.errors import UserError
@@ -19,9 +22,6 @@ from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.loop_runs import losses_in
-from tests.support.runs.streamed_task import write_digits
 
 CPU = torch.device("cpu")
 ROWS = 70

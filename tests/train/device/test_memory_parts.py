@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import gated_layers
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import make_stepper, run_steps
 from orchestrator.config.settings import Config
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.train.device.memory_parts import StateMemory, StorageCounter, state_parts
@@ -21,8 +23,6 @@ from orchestrator.train.optim.optimizer import ScheduledOptimizer
 from orchestrator.train.optim.weight_average import WeightAverage
 from orchestrator.train.optim.weight_copies import WeightCopies
 from orchestrator.train.stepper import Stepper
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import make_stepper, run_steps
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {

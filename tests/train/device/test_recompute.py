@@ -19,14 +19,14 @@ from experts.balance import gated_layers
 from experts.context import MoEContext
 from experts.model import attach
 from experts.tokens.exchange import GroupExchange
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps
+from harness.runs.tiny_model import HostCase, Tiny
 from orchestrator.errors import UserError
 from orchestrator.train.device.recompute import recompute_blocks
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.stepper import Stepper
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps
-from tests.support.runs.tiny_model import HostCase, Tiny
 
 SIZES = (3, 9, 3, 5, 9, 2, 4)
 HOST_OF = ((0, 1, 1, 0, 1, 0, 1), (1, 1, 0, 1, 0, 0, 1))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from harness.hosts.ranks import run_ranks
 from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.train.data.loading import LoaderOptions
 from orchestrator.train.data.opening import open_feed
@@ -19,7 +20,6 @@ from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import no_buffers
 from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
-from tests.support.hosts.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from harness.hosts.ranks import run_ranks
+from harness.lm.language_models import DoubleLanguageModel, lm_config
+from harness.lm.lm_runs import train_lm, train_lm_on_host
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.generation import GenerationOptions
@@ -17,9 +20,6 @@ from orchestrator.train.device.precision import Precision
 from orchestrator.train.evaluation.generation import find_prompts, generate
 from orchestrator.train.group.world import World
 from orchestrator.train.strategies.base import Strategy
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.language_models import DoubleLanguageModel, lm_config
-from tests.support.lm.lm_runs import train_lm, train_lm_on_host
 from tests.test_evaluations import Splits
 
 PROMPTS = ("what is the sum of 1 and 2?", "hello")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from harness.hosts.ranks import run_ranks
 from orchestrator.config.metric import Metric, as_metric
 from orchestrator.config.settings import Config
 from orchestrator.errors import TaskFailed, UserError
@@ -22,7 +23,6 @@ from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from harness.hosts.ranks import run_ranks
+from harness.runs.loop_runs import losses_in
+from harness.runs.tiny_model import Tiny
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.record.files.log import Log, SilentLog
@@ -19,9 +22,6 @@ from orchestrator.train.group.world import process_group_world
 from orchestrator.train.worker import build_evolution
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.loop_runs import losses_in
-from tests.support.runs.tiny_model import Tiny
 
 STEPS = 100
 HOSTS = (2, 3)

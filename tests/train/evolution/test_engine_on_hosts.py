@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from harness.faults.planted_faults import merge_hosts
+from harness.hosts.ranks import run_ranks
+from harness.moe.evolving import random_script, train_evolving
+from harness.runs.tiny_model import Tiny
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
-from tests.support.faults.planted_faults import merge_hosts
-from tests.support.hosts.ranks import run_ranks
-from tests.support.moe.evolving import random_script, train_evolving
-from tests.support.runs.tiny_model import Tiny
 
 CPU = torch.device("cpu")
 STEPS = 14

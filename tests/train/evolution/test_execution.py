@@ -12,6 +12,10 @@ from experts.balance import moe_layers
 from experts.evolution.views import LayerView
 from experts.model import structure_of
 from experts.structure import Change
+from harness.hosts.ranks import run_ranks
+from harness.moe.evolving import ListLog, ScriptedPolicy
+from harness.runs.steppers import make_stepper
+from harness.runs.tiny_model import Tiny
 from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.execution import Execution
@@ -19,10 +23,6 @@ from orchestrator.train.evolution.measurements import LayerMeasurement
 from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
-from tests.support.hosts.ranks import run_ranks
-from tests.support.moe.evolving import ListLog, ScriptedPolicy
-from tests.support.runs.steppers import make_stepper
-from tests.support.runs.tiny_model import Tiny
 
 TASK = Tiny(((4, 4, 4),), samples=12)
 TWO_LAYERS = Tiny(((4, 4, 4), (4, 4, 4)), samples=12)

@@ -12,17 +12,17 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.train.group.world import World
-from tests.support.faults.interrupted import (
+from harness.faults.interrupted import (
     Interruption,
     Segment,
     SegmentResult,
     plan_segments,
     run_interrupted,
 )
-from tests.support.faults.planted_faults import merge_hosts
-from tests.support.moe.evolving import random_script, train_evolving
-from tests.support.runs.tiny_model import Tiny
+from harness.faults.planted_faults import merge_hosts
+from harness.moe.evolving import random_script, train_evolving
+from harness.runs.tiny_model import Tiny
+from orchestrator.train.group.world import World
 
 STEPS = 8
 SAMPLES = 26  # two whole batches and a short one

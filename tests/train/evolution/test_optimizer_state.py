@@ -10,14 +10,14 @@ from experts.bank import ExpertBank, ExpertForm
 from experts.model import initialise_experts
 from experts.structure import Change
 from experts.surgery.surgery import Surgery, change_layer
+from harness.hosts.ranks import run_ranks
+from harness.moe.surgery import WIDTH, make, train_step
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.train.evolution.optimizer_state import state_spec
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.optim.named_optimizers import build_named_optimizer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.moe.surgery import WIDTH, make, train_step
 
 KINDS = ["adamw", "sgd", "muon"]
 

@@ -12,6 +12,10 @@ import torch
 
 from experts.balance import gated_layers
 from experts.layer import MoELayer
+from harness.hosts.ranks import run_ranks
+from harness.runs.loop_runs import losses_in
+from harness.runs.tiny_model import Tiny
+from harness.storage.snapshots import CopyingSink, CountingSource, HostSnapshots
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import EventLog, by_step, read_events
@@ -23,10 +27,6 @@ from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import Supervision, WorkerRun, run_worker
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.loop_runs import losses_in
-from tests.support.runs.tiny_model import Tiny
-from tests.support.storage.snapshots import CopyingSink, CountingSource, HostSnapshots
 
 CPU = torch.device("cpu")
 STEPS = 10

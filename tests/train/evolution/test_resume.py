@@ -12,6 +12,8 @@ from torch import nn
 
 from experts.model import structure_of
 from experts.structure import LayerStructure
+from harness.hosts.ranks import run_ranks
+from harness.runs.loop_runs import SMALL, losses_in
 from orchestrator import load_weights
 from orchestrator.checkpoint.saved_experts import SavedExperts
 from orchestrator.config.settings import Config
@@ -28,8 +30,6 @@ from orchestrator.train.worker.resume import experts_to_show
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
 from orchestrator.training_run import TrainingRun
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.loop_runs import SMALL, losses_in
 
 STEPS = 170
 EVOLVING: dict[str, Any] = SMALL | {

@@ -15,18 +15,18 @@ from transformers import AutoModelForCausalLM
 from experts.transformers.files.fingerprint import fingerprint
 from experts.transformers.files.shards import SINGLE_FILE
 from experts.transformers.lora.peft_files import ADAPTER_FILE
+from harness.hosts.ranks import run_ranks
+from harness.lm.families import FAMILIES, tokens
+from harness.lm.family_saves import checkpoint_of, save_families, save_model_folder
+from harness.lm.language_models import save_tiny_model
+from harness.lm.lora_runs import OPTIONS
+from harness.storage.checkpoints import save_checkpoint
+from harness.storage.model_files import tensor_names
 from orchestrator.checkpoint.files import load
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import UserError
 from orchestrator.train.export.adapters import AdaptedModel, export_adapters, export_merged
 from orchestrator.train.export.weights import ExportForm
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.families import FAMILIES, tokens
-from tests.support.lm.family_saves import checkpoint_of, save_families, save_model_folder
-from tests.support.lm.language_models import save_tiny_model
-from tests.support.lm.lora_runs import OPTIONS
-from tests.support.storage.checkpoints import save_checkpoint
-from tests.support.storage.model_files import tensor_names
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from experts.transformers.files import writing
-from orchestrator.checkpoint.files import load
-from orchestrator.checkpoint.store import CheckpointStore
-from orchestrator.checkpoint.weight_source import CheckpointWeights
-from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.train.export import folder as export_folder
-from orchestrator.train.export.weights import ExportForm, export_checkpoint
-from orchestrator.train.group.world import World
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.families import BIASED_FAMILIES, FAMILIES, build, in_their_names, tokens
-from tests.support.lm.family_saves import (
+from harness.hosts.ranks import run_ranks
+from harness.lm.families import BIASED_FAMILIES, FAMILIES, build, in_their_names, tokens
+from harness.lm.family_saves import (
     BIAS_RATE,
     balanced_task,
     checkpoint_of,
@@ -33,9 +26,16 @@ from tests.support.lm.family_saves import (
     save_model_folder,
     save_trained,
 )
-from tests.support.moe.bias_runs import biases_of
-from tests.support.storage.checkpoints import save_checkpoint
-from tests.support.storage.model_files import tensor_names
+from harness.moe.bias_runs import biases_of
+from harness.storage.checkpoints import save_checkpoint
+from harness.storage.model_files import tensor_names
+from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.store import CheckpointStore
+from orchestrator.checkpoint.weight_source import CheckpointWeights
+from orchestrator.errors import CheckpointDamaged, UserError
+from orchestrator.train.export import folder as export_folder
+from orchestrator.train.export.weights import ExportForm, export_checkpoint
+from orchestrator.train.group.world import World
 
 
 @pytest.fixture(scope="module")

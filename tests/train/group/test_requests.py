@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from harness.hosts.ranks import run_ranks
+from harness.runs.loop_runs import SMALL, run_loop
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.record.files.log import Log, SilentLog
@@ -17,8 +19,6 @@ from orchestrator.train.loop.loop import Loop, Outcome
 from orchestrator.train.loop.training import LoopHooks
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.loop_runs import SMALL, run_loop
 
 CPU = torch.device("cpu")
 

@@ -18,10 +18,10 @@ from torch._C._distributed_c10d import HashStore
 
 from experts.group import GroupFactory
 from experts.membership import GroupLeft, GroupMembership
+from harness.hosts.ranks import run_ranks
 from orchestrator.train.group.comm_errors import is_communication_error
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world, recoverable_world
-from tests.support.hosts.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from harness.runs.loop_runs import StepCounter, run_loop
 from orchestrator.config.metric import Metric
 from orchestrator.errors import UserError
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.tasks.task import Loss, Task, TensorData
-from tests.support.runs.loop_runs import StepCounter, run_loop
 
 SETTINGS: dict[str, Any] = {"batch_size": 4, "epochs": 2, "experts": None, "expert_hidden_size": ()}
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from experts.tokens.received_rows import InvalidRows, RowCheck
+from harness.runs.loop_runs import StepCounter, build_small_training, losses_in, run_loop
 from orchestrator.errors import TrainingFailed
 from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
@@ -17,7 +18,6 @@ from orchestrator.train.group.heartbeat import Heartbeat, Phase
 from orchestrator.train.group.requests import Requests
 from orchestrator.train.loop.loop import Loop
 from orchestrator.train.loop.training import LoopHooks
-from tests.support.runs.loop_runs import StepCounter, build_small_training, losses_in, run_loop
 
 
 class PhaseRecorder(Heartbeat):

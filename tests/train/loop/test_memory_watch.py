@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.hosts.ranks import run_ranks
+from harness.runs.loop_runs import SMALL, run_loop
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.report.run.read import read_run_record
@@ -18,8 +20,6 @@ from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.loop import memory_watch
 from orchestrator.train.loop.memory_watch import MemoryWatch
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.loop_runs import SMALL, run_loop
 
 PARTS = {"parameters": 400, "gradients": 400, "optimizer": 800, "average": 0, "buffers": 8}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from harness.runs.loop_runs import StepCounter, run_loop
 from orchestrator.record.files.events import of_kind, read_events
 from orchestrator.tasks.task import Loss, Task, TensorData
-from tests.support.runs.loop_runs import StepCounter, run_loop
 
 
 class ScriptedValidation(Task):

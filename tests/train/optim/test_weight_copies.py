@@ -11,6 +11,8 @@ from torch import nn
 
 from experts.balance import moe_layers
 from experts.weight_copy import WeightCopy
+from harness.fakes.inventories import gpu, machine, model
+from harness.runs.steppers import make_stepper, mean_loss, run_steps, weights
 from orchestrator.config.settings import Config
 from orchestrator.plan.planning import plan
 from orchestrator.tasks.synthetic import Synthetic
@@ -23,8 +25,6 @@ from orchestrator.train.optim.weight_average import WeightAverage
 from orchestrator.train.optim.weight_copies import WeightCopies
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build_model import build_parts
-from tests.support.fakes.inventories import gpu, machine, model
-from tests.support.runs.steppers import make_stepper, mean_loss, run_steps, weights
 
 SETTINGS = {"width": 16, "layers": 2, "sequence_length": 8, "vocabulary": 16, "samples": 64}
 STEPS = 4

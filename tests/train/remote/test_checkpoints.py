@@ -8,12 +8,12 @@ from uuid import uuid4
 
 import pytest
 
+from harness.storage.checkpoints import save_checkpoint, small_contents
 from orchestrator.checkpoint.files import load
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
-from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 
 class KilledAt:

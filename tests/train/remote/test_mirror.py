@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import pytest
 
+from harness.storage.checkpoints import save_checkpoint, small_contents
 from orchestrator.checkpoint.files import Contents
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
@@ -23,7 +24,6 @@ from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.remote import mirror, retry
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.mirror import Mirror
-from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 WAIT_S = 60.0
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.storage.checkpoints import remote_run_with_checkpoints
+from harness.storage.folder_links import no_requests
 from orchestrator.checkpoint.files import load
 from orchestrator.errors import CheckpointDamaged
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote import retry
 from orchestrator.train.remote.node_store import NodeStore
-from tests.support.storage.checkpoints import remote_run_with_checkpoints
-from tests.support.storage.folder_links import no_requests
 
 _WAIT_S = 60.0
 NAMES = ("step_00000020", "step_00000040")

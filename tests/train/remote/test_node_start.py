@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 
+from harness.storage.checkpoints import save_checkpoint, small_contents
 from orchestrator.checkpoint.files import load
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.reading.reader import Resolved
@@ -22,7 +23,6 @@ from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.remote_start import RemoteStart, downloaded_start, remote_start
 from orchestrator.train.worker.resume import check_start_checkpoint, find_candidates
-from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 NAME = "step_00000040"
 

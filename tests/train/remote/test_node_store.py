@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 import torch
 
+from harness.storage.folder_links import asking, no_requests
 from orchestrator.checkpoint.files import HostPart, load, write_part
 from orchestrator.checkpoint.hashed_file import Hashes
 from orchestrator.checkpoint.progress import Progress
@@ -22,7 +23,6 @@ from orchestrator.train.remote import mirror, node_store, retry
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.node_store import NodeStore
-from tests.support.storage.folder_links import asking, no_requests
 
 HOSTS = 3
 

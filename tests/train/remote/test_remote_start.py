@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from harness.storage.checkpoints import remote_run_with_checkpoints
 from orchestrator.checkpoint.files import load
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.settings import Config
@@ -17,7 +18,6 @@ from orchestrator.errors import UserError
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.remote_start import downloaded_start, remote_start
-from tests.support.storage.checkpoints import remote_run_with_checkpoints
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import pytest
 
+from harness.storage.checkpoints import save_checkpoint, small_contents
 from orchestrator.checkpoint.files import Contents
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
@@ -17,7 +18,6 @@ from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote import retry
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.run import RemoteRun
-from tests.support.storage.checkpoints import save_checkpoint, small_contents
 
 
 class KeptLog(SilentLog):

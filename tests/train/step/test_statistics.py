@@ -9,10 +9,10 @@ import torch
 
 from experts.balance import moe_layers
 from experts.statistics import ExpertStatistics
+from harness.faults.planted_faults import step_batches
+from harness.runs.steppers import make_stepper
+from harness.runs.tiny_model import Tiny
 from orchestrator.tasks.task import Loss
-from tests.support.faults.planted_faults import step_batches
-from tests.support.runs.steppers import make_stepper
-from tests.support.runs.tiny_model import Tiny
 
 
 class FailsOnce(Tiny):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from harness.hosts.ranks import run_ranks
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.step.pending import PendingStep, fetch_figures
 from orchestrator.train.step.totals import Totals, TotalsReducer
-from tests.support.hosts.ranks import run_ranks
 
 
 def make_loss(scale: int = 1, count: Any = 4) -> Loss:

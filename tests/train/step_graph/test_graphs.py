@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from harness.fakes.fake_graphs import FakeRecorder, with_graphs
+from harness.runs.steppers import Events, make_stepper, run_steps, weights
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.digits import Digits
@@ -18,8 +20,6 @@ from orchestrator.train.data.steps import Feed
 from orchestrator.train.step_graph.graphs import MAX_GRAPHS, WARM_UP_STEPS
 from orchestrator.train.step_graph.layout import copy_tensors
 from orchestrator.train.stepper import Stepper
-from tests.support.fakes.fake_graphs import FakeRecorder, with_graphs
-from tests.support.runs.steppers import Events, make_stepper, run_steps, weights
 
 SIZES = Config.of(width=16, experts=4, expert_hidden_size=(8,), layers=1)
 RATE = 2.0**-9  # exact in fp32, as a graph reads it

@@ -8,6 +8,8 @@ from torch import nn
 
 from experts.balance import gated_layers
 from experts.model import place
+from harness.hosts.ranks import run_ranks
+from harness.runs.tiny_model import Tiny
 from orchestrator.errors import UserError
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
@@ -18,8 +20,6 @@ from orchestrator.train.strategies.buffers import (
 )
 from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.tiny_model import Tiny
 
 
 def make_model() -> nn.Module:

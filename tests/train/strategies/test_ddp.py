@@ -10,15 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from orchestrator.config.settings import Config
-from orchestrator.errors import OutOfMemory
-from orchestrator.tasks.digits import Digits
-from orchestrator.tasks.task import Loss, Task, TensorData
-from orchestrator.tasks.text import Text
-from orchestrator.train.group.stores import file_store
-from orchestrator.train.group.world import World, process_group_world
-from tests.support.hosts.ranks import RanksFailed, run_ranks
-from tests.support.runs.steppers import (
+from harness.hosts.ranks import RanksFailed, run_ranks
+from harness.runs.steppers import (
     UNEVEN_EXPERTS,
     DoubleDigits,
     DoubleText,
@@ -27,7 +20,7 @@ from tests.support.runs.steppers import (
     mean_loss,
     run_steps,
 )
-from tests.support.runs.worker_runs import (
+from harness.runs.worker_runs import (
     CPU,
     WorkerCase,
     assert_weights_close,
@@ -36,6 +29,13 @@ from tests.support.runs.worker_runs import (
     train,
     train_on_rank,
 )
+from orchestrator.config.settings import Config
+from orchestrator.errors import OutOfMemory
+from orchestrator.tasks.digits import Digits
+from orchestrator.tasks.task import Loss, Task, TensorData
+from orchestrator.tasks.text import Text
+from orchestrator.train.group.stores import file_store
+from orchestrator.train.group.world import World, process_group_world
 
 CUSTOM_DDP: dict[str, Any] = {"bucket_cap_mb": 1, "static_graph": True, "gradient_as_bucket_view": False}
 

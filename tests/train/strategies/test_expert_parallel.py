@@ -20,6 +20,10 @@ from experts.balance import gated_layers
 from experts.kernels.adapters import Adapters
 from experts.model import initialise
 from experts.tokens.transfer import Transfer
+from harness.faults.planted_faults import by_expert, merge_hosts, step_batches
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import assert_gradients_equal, make_stepper, mean_loss, run_steps
+from harness.runs.tiny_model import HostCase, Tiny, random_case
 from orchestrator.config.settings import Config
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
@@ -27,10 +31,6 @@ from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies.fsdp import full_tensor
 from orchestrator.train.worker.build_model import build_model
 from orchestrator.types import Choice
-from tests.support.faults.planted_faults import by_expert, merge_hosts, step_batches
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import assert_gradients_equal, make_stepper, mean_loss, run_steps
-from tests.support.runs.tiny_model import HostCase, Tiny, random_case
 
 CPU = torch.device("cpu")
 STEPS = 10

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from experts.tokens import bounds
+from harness.hosts.ranks import run_ranks
 from orchestrator.checkpoint.files import load
 from orchestrator.record.files.events import Event, by_step, of_kind, read_events
-from tests.support.hosts.ranks import run_ranks
 from tests.train.worker.test_run import config_of, losses, run_rank, train
 
 PLAIN: dict[str, Any] = {

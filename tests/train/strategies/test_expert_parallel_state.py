@@ -10,6 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.faults.planted_faults import merge_hosts, step_batches, total_norm
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import Events, assert_gradients_equal, make_stepper, run_steps
+from harness.runs.tiny_model import Tiny
 from orchestrator.config.settings import Config
 from orchestrator.train.data.indexed import IndexedFeed
 from orchestrator.train.data.loading import LoaderOptions
@@ -23,10 +27,6 @@ from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.buffers import running_statistics
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.trainer import Trainer
-from tests.support.faults.planted_faults import merge_hosts, step_batches, total_norm
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import Events, assert_gradients_equal, make_stepper, run_steps
-from tests.support.runs.tiny_model import Tiny
 from tests.train.strategies.test_expert_parallel import (
     CPU,
     HOST_OF_7,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.tasks.digits import Digits
-from tests.support.runs.steppers import UNEVEN_EXPERTS, DoubleDigits, DoubleText
-from tests.support.runs.worker_runs import (
+from harness.runs.steppers import UNEVEN_EXPERTS, DoubleDigits, DoubleText
+from harness.runs.worker_runs import (
     WorkerCase,
     assert_workers_equal_one_process,
     assert_workers_follow_one_process_in_fp32,
 )
+from orchestrator.tasks.digits import Digits
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from experts.group import Group
+from harness.faults.planted_faults import step_batches
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import make_stepper
+from harness.runs.tiny_model import HostCase, Tiny, random_case
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
 from orchestrator.train.strategies import expert_parallel
-from tests.support.faults.planted_faults import step_batches
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import make_stepper
-from tests.support.runs.tiny_model import HostCase, Tiny, random_case
 
 CPU = torch.device("cpu")
 SIZES = (3, 9, 3, 5, 9, 2, 4)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from experts.placement.placement import ExpertCost, HostFacts, Placement, place, placement_of
+from harness.fakes.inventories import machine, model
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.host_groups import expert_memory
@@ -26,7 +27,6 @@ from orchestrator.train.strategies.placement import (
     predict_placement,
 )
 from orchestrator.train.strategies.shares import MeasuredDevice
-from tests.support.fakes.inventories import machine, model
 
 SIZES = (100, 100, 400, 200, 200)
 FACTS = model(experts=5, moe_layers=2, expert_weights=(SIZES, SIZES[::-1]))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.inventories import model
 from orchestrator import Trainer
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.runtime.cluster import session
 from orchestrator.train.strategies.placement_file import check_placement_file, placement_file
-from tests.support.fakes.inventories import model
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.fakes.inventories import machine, model
+from harness.hosts.ranks import run_ranks
 from orchestrator.config.settings import Config
 from orchestrator.plan.planning import plan
 from orchestrator.train.group.stores import file_store
@@ -19,8 +21,6 @@ from orchestrator.train.strategies.shares import (
     measure_speed,
     shares_from_speeds,
 )
-from tests.support.fakes.inventories import machine, model
-from tests.support.hosts.ranks import run_ranks
 
 
 def test_shares_follow_speeds_unless_they_differ_by_noise_only() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from harness.fakes.inventories import gpu, machine, model, planned
 from orchestrator.config.settings import Config
 from orchestrator.plan.estimate import ModelFacts, estimate_memory, largest_fitting
 from orchestrator.plan.evolution import grown
@@ -17,7 +18,6 @@ from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker import batch_probe
 from orchestrator.train.worker.batch_probe import _growth_bytes
 from orchestrator.types import GIB
-from tests.support.fakes.inventories import gpu, machine, model, planned
 
 
 def test_memory_is_left_for_experts_that_may_be_born() -> None:

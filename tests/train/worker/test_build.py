@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
+from harness.runs.loop_runs import build_small_training, run_loop
+from harness.runs.tiny_model import Tiny
 from orchestrator import JsonLines
 from orchestrator.checkpoint.files import AVERAGE_SLOT
 from orchestrator.config.settings import Config
@@ -28,8 +30,6 @@ from orchestrator.train.worker import build as build_module
 from orchestrator.train.worker import build_model as build_model_module
 from orchestrator.trainer import Trainer
 from orchestrator.types import Choice
-from tests.support.runs.loop_runs import build_small_training, run_loop
-from tests.support.runs.tiny_model import Tiny
 
 
 def test_a_run_that_cannot_start_leaves_the_settings_of_torch_as_they_were(tmp_path: Path) -> None:

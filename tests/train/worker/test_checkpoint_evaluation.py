@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.hosts.ranks import run_ranks
+from harness.runs.loop_runs import SMALL
 from orchestrator.checkpoint.files import step_name
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
@@ -20,8 +22,6 @@ from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.checkpoint_evaluation import evaluate_checkpoint
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.loop_runs import SMALL
 from tests.train.worker.test_final_model import STEPS
 from tests.train.worker.test_final_model import run as run_evolving
 

@@ -17,6 +17,9 @@ from experts.balance import moe_layers
 from experts.layer import MoELayer
 from experts.model import structure_of
 from experts.types import Routing
+from harness.hosts.ranks import run_ranks
+from harness.moe.evolving import ListLog
+from harness.runs.loop_runs import SMALL, losses_in
 from orchestrator.config.settings import Config
 from orchestrator.record.files.events import Event, EventLog, of_kind, read_events
 from orchestrator.record.files.log import Log, SilentLog
@@ -30,9 +33,6 @@ from orchestrator.train.worker.final_model import FinalWeights, choose_weights, 
 from orchestrator.train.worker.placed_experts import build_experts
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import run_ranks
-from tests.support.moe.evolving import ListLog
-from tests.support.runs.loop_runs import SMALL, losses_in
 
 START: Event = {"event": "start", "best_by": "loss:min", "step": 0}
 END: Event = {"event": "end", "status": "completed", "steps": 30}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.hosts.joining import join_counts
-from tests.support.hosts.thread_hosts import HostCounts
+from harness.hosts.joining import join_counts
+from harness.hosts.thread_hosts import HostCounts
 
 
 @pytest.fixture(autouse=True)

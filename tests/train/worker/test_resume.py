@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.runs.loop_runs import SMALL, losses_in, run_loop
+from harness.storage.checkpoints import DAMAGE_KINDS, damage
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.settings import Config
@@ -25,8 +27,6 @@ from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.train.worker.build_model import build_parts
 from orchestrator.train.worker.resume import StartPoint, _resumed, restore_checkpoint
 from orchestrator.trainer import Trainer
-from tests.support.runs.loop_runs import SMALL, losses_in, run_loop
-from tests.support.storage.checkpoints import DAMAGE_KINDS, damage
 
 
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:

@@ -11,6 +11,22 @@ from typing import Any
 import pytest
 
 from experts.expert_state import remote_expert_names
+from harness.hosts.ranks import run_ranks
+from harness.runs.steppers import make_stepper, run_steps
+from harness.storage.forged_files import reseal
+from harness.storage.snapshots import (
+    CPU,
+    HOST_OF,
+    TASK,
+    CopyingSink,
+    CountingSource,
+    HostSnapshot,
+    HostSnapshots,
+    assert_same_contents,
+    merge_all,
+    merge_parts,
+    state_of,
+)
 from orchestrator.checkpoint.files import Contents, HostPart, load
 from orchestrator.checkpoint.hashed_file import HashedReader
 from orchestrator.checkpoint.progress import Progress
@@ -25,22 +41,6 @@ from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
 from orchestrator.train.worker.resume import StartPoint, _find_on_main, _load_together, restore_newest
-from tests.support.hosts.ranks import run_ranks
-from tests.support.runs.steppers import make_stepper, run_steps
-from tests.support.storage.forged_files import reseal
-from tests.support.storage.snapshots import (
-    CPU,
-    HOST_OF,
-    TASK,
-    CopyingSink,
-    CountingSource,
-    HostSnapshot,
-    HostSnapshots,
-    assert_same_contents,
-    merge_all,
-    merge_parts,
-    state_of,
-)
 
 OTHER_HOSTS = ((1, 0, 0, 1, 0, 1, 0), (0, 0, 1, 0, 1, 1, 0))
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.hosts.ranks import RanksFailed, run_ranks
 from orchestrator.checkpoint.files import load
 from orchestrator.config.settings import Config
 from orchestrator.live.callbacks.callback_values import EndInfo, FailureInfo
@@ -24,7 +25,6 @@ from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import Supervision, record_failure, run_worker
 from orchestrator.trainer import Trainer
-from tests.support.hosts.ranks import RanksFailed, run_ranks
 
 SMALL: dict[str, Any] = {
     "experts": 3,

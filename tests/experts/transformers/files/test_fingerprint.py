@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experts.transformers.files.fingerprint import fingerprint
-from tests.support.lm.families import build
+from harness.lm.families import build
 
 
 def saved(folder: Path, model: Any, shard_size: str) -> Path:

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, Qwen3MoeForCausalLM
 
 from experts.transformers.files.initial import initialise_weights, restore_buffers
 from experts.transformers.registration import restore
-from tests.support.lm.families import COMMON, FAMILIES, build
-from tests.support.storage.model_files import HOSTS, assert_holds, built_on_host, computed_buffers, on_meta
+from harness.lm.families import COMMON, FAMILIES, build
+from harness.storage.model_files import HOSTS, assert_holds, built_on_host, computed_buffers, on_meta
 
 
 def config_of(name: str, **changes: Any) -> Any:

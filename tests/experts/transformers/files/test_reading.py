@@ -22,8 +22,8 @@ from transformers import (
 from experts.transformers.files import reading
 from experts.transformers.files.reading import read_weights
 from experts.transformers.registration import use
-from tests.support.lm.families import COMMON, FAMILIES, build, tokens
-from tests.support.storage.model_files import (
+from harness.lm.families import COMMON, FAMILIES, build, tokens
+from harness.storage.model_files import (
     HOSTS,
     assert_holds,
     built_on_host,

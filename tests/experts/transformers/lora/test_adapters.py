@@ -22,11 +22,10 @@ from experts.transformers.lora.adapters import (
 )
 from experts.transformers.lora.targets import find_targets
 from experts.transformers.registration import restore, use
-from orchestrator.train.group.world import World
-from tests.support.faults.planted_faults import by_expert
-from tests.support.hosts.ranks import run_ranks
-from tests.support.lm.families import EXPERTS, FAMILIES, build, tokens
-from tests.support.lm.lora_runs import (
+from harness.faults.planted_faults import by_expert
+from harness.hosts.ranks import run_ranks
+from harness.lm.families import EXPERTS, FAMILIES, build, tokens
+from harness.lm.lora_runs import (
     OPTIONS,
     LoraRun,
     LoraTask,
@@ -37,6 +36,7 @@ from tests.support.lm.lora_runs import (
     train_peft,
     worst,
 )
+from orchestrator.train.group.world import World
 
 
 @cache

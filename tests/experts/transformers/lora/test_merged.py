@@ -16,10 +16,10 @@ from experts.transformers.files.shards import open_shards
 from experts.transformers.lora.adapters import merge_lora
 from experts.transformers.lora.merged import FrozenWeights, MergedWeights
 from experts.transformers.registration import use
-from tests.support.faults.planted_faults import by_expert
-from tests.support.lm.families import FAMILIES, build
-from tests.support.lm.lora_runs import OPTIONS, LoraTask
-from tests.support.storage.model_files import on_meta
+from harness.faults.planted_faults import by_expert
+from harness.lm.families import FAMILIES, build
+from harness.lm.lora_runs import OPTIONS, LoraTask
+from harness.storage.model_files import on_meta
 
 
 class Saved:

@@ -12,8 +12,8 @@ import torch
 from experts.transformers.lora.adapters import LoraOptions, merge_lora
 from experts.transformers.lora.peft_files import save_lora
 from experts.transformers.registration import restore, use
-from tests.support.lm.families import FAMILIES, build, tokens
-from tests.support.lm.lora_runs import OPTIONS, LoraTask
+from harness.lm.families import FAMILIES, build, tokens
+from harness.lm.lora_runs import OPTIONS, LoraTask
 
 TARGETS = ((), ("experts",), ("attention",), ("experts.down_proj", "q_proj"), ("mlp.experts.gate_up_proj",))
 

@@ -15,7 +15,7 @@ from experts.transformers.lora.targets import (
     short_names,
 )
 from experts.transformers.registration import use
-from tests.support.lm.families import COMMON, FAMILIES, build
+from harness.lm.families import COMMON, FAMILIES, build
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BOTH = ("up", "down")
