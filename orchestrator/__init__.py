@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from orchestrator.evaluations import EvaluationResult
     from orchestrator.live.callbacks.callbacks import Callback, Request
     from orchestrator.record.machine.monitor import Monitor
-    from orchestrator.report.run.frames import read_run
-    from orchestrator.report.run.graph_files import read_expert_graph
+    from orchestrator.report.run.figures.frames import read_run
+    from orchestrator.report.run.figures.graph_files import read_expert_graph
     from orchestrator.report.run.page import draw_report
     from orchestrator.report.sweep.frames import read_sweep
     from orchestrator.result import Result
@@ -52,8 +52,8 @@ _HOMES = {
     "check": "orchestrator.cli.check",
     "draw_report": "orchestrator.report.run.page",
     "parse_space": "orchestrator.config.sweep.space_parser",
-    "read_expert_graph": "orchestrator.report.run.graph_files",
-    "read_run": "orchestrator.report.run.frames",
+    "read_expert_graph": "orchestrator.report.run.figures.graph_files",
+    "read_run": "orchestrator.report.run.figures.frames",
     "read_sweep": "orchestrator.report.sweep.frames",
     "load_weights": "orchestrator.weights",
 }

@@ -37,7 +37,7 @@ class Result:
     @property
     def history(self) -> DataFrame:
         """One row per training step, with metrics and evaluations; see ``orchestrator.read_run``."""
-        from orchestrator.report.run.frames import read_run
+        from orchestrator.report.run.figures.frames import read_run
 
         return read_run(self.run_dir)
 

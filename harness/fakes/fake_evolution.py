@@ -14,7 +14,7 @@ from experts.structure import Change, LayerStructure, changed
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_run import write_events, write_run
 from orchestrator.record.files.events import Event
-from orchestrator.report.run.read import RunRecord, read_run_record
+from orchestrator.report.run.figures.read import RunRecord, read_run_record
 
 EVOLVING = FakeRun(experts=4, layers=2, name="evolving", skew=0.5)
 EVOLVING_HOSTS = replace(EVOLVING, hosted=True, workers=3)

@@ -10,7 +10,7 @@ import yaml
 
 from harness.fakes.fake_events import START_TIME, FakeRun, run_events
 from orchestrator.record.files.events import Event, encode_event
-from orchestrator.report.run.read import RunRecord, read_run_record
+from orchestrator.report.run.figures.read import RunRecord, read_run_record
 from orchestrator.types import GIB
 
 

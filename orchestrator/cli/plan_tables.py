@@ -13,7 +13,7 @@ from orchestrator.cli.tables import make_table
 from orchestrator.plan.estimate import MemoryEstimate
 from orchestrator.plan.planning import Plan
 from orchestrator.plan.reasons import trained_text
-from orchestrator.report.run.host_load import ids_text
+from orchestrator.report.run.figures.host_load import ids_text
 from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, value_text
 
 if TYPE_CHECKING:

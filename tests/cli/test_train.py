@@ -11,8 +11,8 @@ import pytest
 
 from harness.runs.small_flags import CPU, SMALL
 from orchestrator.record.files.events import of_kind, read_events
-from orchestrator.report.run.read import read_run_record
-from orchestrator.report.run.stats import phase_seconds
+from orchestrator.report.run.figures.read import read_run_record
+from orchestrator.report.run.figures.stats import phase_seconds
 from orchestrator.types import count_text
 from tests.cli.helpers import Call, check_answer
 

@@ -16,8 +16,8 @@ from harness.fakes.fake_run import write_run
 from harness.fakes.fake_sweep import FakeSweep, write_record
 from orchestrator.record.files.events import Event
 from orchestrator.report.draw.markup import esc
+from orchestrator.report.run.figures.read import read_run_record
 from orchestrator.report.run.page import page
-from orchestrator.report.run.read import read_run_record
 from orchestrator.report.sweep.page import sweep_page
 
 EVIL = '</td></style></script></svg><script>alert(1)</script><img src=x onerror=alert(1)>"\' onload=alert(1) x="\x1b[31m\u202e\x00'  # noqa: E501

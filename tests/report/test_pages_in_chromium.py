@@ -19,7 +19,7 @@ from orchestrator.report.comparison.page import comparison_page
 from orchestrator.report.run.page import page
 from orchestrator.report.sweep.page import sweep_page
 from tests.report.comparison.helpers import runs_in, write_named
-from tests.report.run.test_learning import FALLING, OVERFITTED, run_of
+from tests.report.run.findings.test_learning import FALLING, OVERFITTED, run_of
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium on this machine")
 

@@ -15,7 +15,7 @@ from orchestrator.report.comparison.figures import Figure, evaluations_compared,
 from orchestrator.report.comparison.losses import LossAgreement, loss_agreements
 from orchestrator.report.comparison.runs import ComparedRun
 from orchestrator.report.comparison.verdicts import Verdict, verdicts
-from orchestrator.report.run.outcome import status_text
+from orchestrator.report.run.figures.outcome import status_text
 from orchestrator.types import JSON
 
 NOISE_UNKNOWN = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.record.files.events import Event
 from orchestrator.report.comparison.runs import ComparedRun
-from orchestrator.report.run.panels import (
+from orchestrator.report.run.figures.panels import (
     MAX_DOTS,
     SMOOTH_FROM,
     Panel,
@@ -18,8 +18,8 @@ from orchestrator.report.run.panels import (
     numbered_points,
     smooth,
 )
-from orchestrator.report.run.read import RunRecord, finite
-from orchestrator.report.run.stats import metric_names, score, unit_name
+from orchestrator.report.run.figures.read import RunRecord, finite
+from orchestrator.report.run.figures.stats import metric_names, score, unit_name
 
 MAX_METRICS = 6
 TIME_UNITS = ((3 * 3600.0, 3600.0, "h"), (180.0, 60.0, "min"), (0.0, 1.0, "s"))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.report.comparison.runs import ComparedRun
-from orchestrator.report.run.read import entries, finite, section
-from orchestrator.report.run.stats import device_name
+from orchestrator.report.run.figures.read import entries, finite, section
+from orchestrator.report.run.figures.stats import device_name
 from orchestrator.types import bytes_text
 
 MISSING = "–"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from orchestrator.config.metric import Mode, known_mode
 from orchestrator.record.files.events import Event
 from orchestrator.report.comparison.runs import ComparedRun
-from orchestrator.report.run.outcome import score_text
-from orchestrator.report.run.read import RunRecord, finite
-from orchestrator.report.run.stats import (
+from orchestrator.report.run.figures.outcome import score_text
+from orchestrator.report.run.figures.read import RunRecord, finite
+from orchestrator.report.run.figures.stats import (
     final_evaluation,
     memory,
     metric_names,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.report.comparison.runs import ComparedRun
-from orchestrator.report.run.read import number
-from orchestrator.report.run.stats import plural
+from orchestrator.report.run.figures.read import number
+from orchestrator.report.run.figures.stats import plural
 
 
 @dataclass(frozen=True)

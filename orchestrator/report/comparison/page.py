@@ -13,11 +13,11 @@ from orchestrator.report.comparison.figures import Figure
 from orchestrator.report.comparison.verdicts import Outcome
 from orchestrator.report.draw.markup import esc, header_cells, table
 from orchestrator.report.draw.write import write_whole
+from orchestrator.report.run.figures.stats import plural
+from orchestrator.report.run.figures.timeline import TimelineRow, timeline_rows
 from orchestrator.report.run.page import document
 from orchestrator.report.run.sections import TONES, charts, heading, with_code
-from orchestrator.report.run.stats import plural
 from orchestrator.report.run.svg import curve_key
-from orchestrator.report.run.timeline import TimelineRow, timeline_rows
 
 PAGE = "comparison.html"
 DATA = "comparison.json"

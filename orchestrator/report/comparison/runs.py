@@ -13,7 +13,7 @@ from orchestrator.config.settings import Config
 from orchestrator.config.writer import to_json
 from orchestrator.errors import UserError
 from orchestrator.record.files.ledger import holds_sweep
-from orchestrator.report.run.read import RunRecord, read_run_record, section
+from orchestrator.report.run.figures.read import RunRecord, read_run_record, section
 from orchestrator.storage.address import location_text
 
 MAX_RUNS = 18

@@ -17,7 +17,7 @@ from typing import Literal
 
 from orchestrator.report.comparison.figures import Figure
 from orchestrator.report.comparison.runs import SEED, ComparedRun
-from orchestrator.report.run.stats import device_name, plural
+from orchestrator.report.run.figures.stats import device_name, plural
 
 CONFIDENCE = 0.95
 Outcome = Literal["better", "within noise", "far ahead", "ahead", "equal", "one setting"]

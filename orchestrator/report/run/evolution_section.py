@@ -17,7 +17,7 @@ from orchestrator.report.graph.view import (
     num_shapes_of,
     spread,
 )
-from orchestrator.report.run.read import RunRecord
+from orchestrator.report.run.figures.read import RunRecord
 from orchestrator.report.run.sections import heading
 from orchestrator.report.run.svg import NUM_COLORS
 from orchestrator.types import seconds_text

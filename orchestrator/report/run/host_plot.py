@@ -19,8 +19,8 @@ from orchestrator.report.draw.mpl import (
     style_axes,
     use_colors,
 )
-from orchestrator.report.run.expert_load import MAX_LOG2, clipped_log2
-from orchestrator.report.run.host_load import (
+from orchestrator.report.run.figures.expert_load import MAX_LOG2, clipped_log2
+from orchestrator.report.run.figures.host_load import (
     HOST_MAX_LOG2,
     UNEVEN,
     HostedLayer,
@@ -30,7 +30,7 @@ from orchestrator.report.run.host_load import (
     steps_text,
     unplaced_text,
 )
-from orchestrator.report.run.read import RunRecord
+from orchestrator.report.run.figures.read import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

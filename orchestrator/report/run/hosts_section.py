@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.report.draw.markup import esc, header_cells, table
-from orchestrator.report.run.expert_load import MAX_LOG2, clipped_log2
-from orchestrator.report.run.host_load import (
+from orchestrator.report.run.figures.expert_load import MAX_LOG2, clipped_log2
+from orchestrator.report.run.figures.host_load import (
     HOST_MAX_LOG2,
     UNEVEN,
     ExchangeCost,
@@ -21,9 +21,9 @@ from orchestrator.report.run.host_load import (
     steps_text,
     unplaced_text,
 )
-from orchestrator.report.run.read import RunRecord
+from orchestrator.report.run.figures.read import RunRecord
+from orchestrator.report.run.figures.stats import plural
 from orchestrator.report.run.sections import Tile, heading, tile_row, with_unit
-from orchestrator.report.run.stats import plural
 from orchestrator.report.run.svg import heat_image
 from orchestrator.types import bytes_text, flops_text, seconds_text
 

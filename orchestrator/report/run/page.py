@@ -17,14 +17,14 @@ from orchestrator.report.draw.theme import CSS, JS
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run import sections
 from orchestrator.report.run.evolution_section import evolution_section
+from orchestrator.report.run.figures.graph_files import write_graph_files
+from orchestrator.report.run.figures.read import RunRecord, finite, read_run_record, section
+from orchestrator.report.run.figures.timeline import timeline_list
 from orchestrator.report.run.generations_section import generations_section
-from orchestrator.report.run.graph_files import write_graph_files
 from orchestrator.report.run.hosts_section import hosts_section
 from orchestrator.report.run.plan_section import choices_table, settings_table
 from orchestrator.report.run.plots import draw_all
-from orchestrator.report.run.read import RunRecord, finite, read_run_record, section
 from orchestrator.report.run.text import performance_summary, verdict_lines
-from orchestrator.report.run.timeline import timeline_list
 from orchestrator.types import bytes_text
 
 PAGE = "report.html"

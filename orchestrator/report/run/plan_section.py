@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from orchestrator.report.draw.markup import esc, header_cells, table
-from orchestrator.report.run.read import RunRecord, entries, section
+from orchestrator.report.run.figures.read import RunRecord, entries, section
 from orchestrator.types import is_worth_a_row
 
 

@@ -21,10 +21,10 @@ from orchestrator.report.draw.mpl import (
     use_colors,
 )
 from orchestrator.report.draw.write import write_whole
-from orchestrator.report.run.expert_load import MAX_LOG2, LayerLoad, clipped_log2, layer_loads
+from orchestrator.report.run.figures.expert_load import MAX_LOG2, LayerLoad, clipped_log2, layer_loads
+from orchestrator.report.run.figures.panels import Panel, PanelCurve, training_panels
+from orchestrator.report.run.figures.read import RunRecord
 from orchestrator.report.run.host_plot import hosts_figure
-from orchestrator.report.run.panels import Panel, PanelCurve, training_panels
-from orchestrator.report.run.read import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

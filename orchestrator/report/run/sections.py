@@ -6,14 +6,11 @@ import re
 from statistics import fmean
 
 from orchestrator.report.draw.markup import esc
-from orchestrator.report.run.expert_load import LayerLoad, layer_loads
-from orchestrator.report.run.finding import Finding
-from orchestrator.report.run.learning import learning_finding
-from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text
-from orchestrator.report.run.panels import Panel, device_panels, training_panels
-from orchestrator.report.run.quality_findings import uneven_experts_finding
-from orchestrator.report.run.read import UNFINISHED, RunRecord, finite, section
-from orchestrator.report.run.stats import (
+from orchestrator.report.run.figures.expert_load import LayerLoad, layer_loads
+from orchestrator.report.run.figures.outcome import compile_text, repeated_text, score_text, status_text
+from orchestrator.report.run.figures.panels import Panel, device_panels, training_panels
+from orchestrator.report.run.figures.read import UNFINISHED, RunRecord, finite, section
+from orchestrator.report.run.figures.stats import (
     best_evaluation,
     device_name,
     final_evaluation,
@@ -34,8 +31,11 @@ from orchestrator.report.run.stats import (
     watched_metric,
     workers_text,
 )
+from orchestrator.report.run.findings.finding import Finding
+from orchestrator.report.run.findings.learning import learning_finding
+from orchestrator.report.run.findings.quality_findings import uneven_experts_finding
+from orchestrator.report.run.findings.verdict import verdict
 from orchestrator.report.run.svg import chart, curve_key, heat_image, labelled_bar, stacked_bar
-from orchestrator.report.run.verdict import verdict
 from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, seconds_text
 
 TONES = {"completed": "good", "stopped": "info", "failed": "bad", UNFINISHED: "warn"}

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrator.report.draw.axes import Axis, tick_text
 from orchestrator.report.draw.markup import esc
-from orchestrator.report.run.expert_load import MAX_LOG2, clipped_log2
-from orchestrator.report.run.panels import Panel, PanelCurve, Points
-from orchestrator.report.run.stats import shares
+from orchestrator.report.run.figures.expert_load import MAX_LOG2, clipped_log2
+from orchestrator.report.run.figures.panels import Panel, PanelCurve, Points
+from orchestrator.report.run.figures.stats import shares
 
 SPAN = 1000
 """Side of the square in which the curves are drawn, before it is stretched."""

@@ -10,9 +10,8 @@ from statistics import fmean
 from orchestrator.record.experts.expert_changes import change_counts
 from orchestrator.record.files.events import Event
 from orchestrator.report.draw.text import failure_text
-from orchestrator.report.run.expert_load import IDLE_RATIO, busiest_layer, layer_loads
-from orchestrator.report.run.finding import Finding
-from orchestrator.report.run.host_load import (
+from orchestrator.report.run.figures.expert_load import IDLE_RATIO, busiest_layer, layer_loads
+from orchestrator.report.run.figures.host_load import (
     ExchangeCost,
     HostLoad,
     exchange_cost,
@@ -21,11 +20,15 @@ from orchestrator.report.run.host_load import (
     slowest_text,
     steps_text,
 )
-from orchestrator.report.run.learning import learning_finding
-from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text, weights_text
-from orchestrator.report.run.quality_findings import uneven_experts_finding
-from orchestrator.report.run.read import RunRecord, finite, section
-from orchestrator.report.run.stats import (
+from orchestrator.report.run.figures.outcome import (
+    compile_text,
+    repeated_text,
+    score_text,
+    status_text,
+    weights_text,
+)
+from orchestrator.report.run.figures.read import RunRecord, finite, section
+from orchestrator.report.run.figures.stats import (
     best_evaluation,
     device_name,
     final_evaluation,
@@ -47,7 +50,10 @@ from orchestrator.report.run.stats import (
     watched_metric,
     workers_text,
 )
-from orchestrator.report.run.verdict import verdict
+from orchestrator.report.run.findings.finding import Finding
+from orchestrator.report.run.findings.learning import learning_finding
+from orchestrator.report.run.findings.quality_findings import uneven_experts_finding
+from orchestrator.report.run.findings.verdict import verdict
 from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, printable, seconds_text
 
 WIDTH = 100

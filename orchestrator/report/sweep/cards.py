@@ -9,7 +9,7 @@ from itertools import pairwise
 from orchestrator.record.files.ledger import SweepRecord
 from orchestrator.report.draw.axes import Axis
 from orchestrator.report.draw.markup import esc, table
-from orchestrator.report.run.panels import Panel, PanelCurve, Points
+from orchestrator.report.run.figures.panels import Panel, PanelCurve, Points
 from orchestrator.report.run.sections import heading
 from orchestrator.report.run.svg import SPAN, chart
 from orchestrator.report.sweep.facts import (

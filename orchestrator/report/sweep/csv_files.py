@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.record.files.ledger import SweepRecord
-from orchestrator.report.run.frames import Frame
+from orchestrator.report.run.figures.frames import Frame
 from orchestrator.report.sweep.facts import one_line
 from orchestrator.report.sweep.frames import scaling_frame, trial_frame
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 
 from orchestrator.record.files.ledger import SweepRecord
-from orchestrator.report.run.frames import Frame
+from orchestrator.report.run.figures.frames import Frame
 from orchestrator.report.sweep.facts import (
     STATUS_WORDS,
     edge_text,

@@ -10,10 +10,10 @@ from orchestrator.config.sweep.objective import THROUGHPUT
 from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.draw.write import write_whole
+from orchestrator.report.run.figures.read import finite
+from orchestrator.report.run.figures.stats import plural
 from orchestrator.report.run.page import PAGE, document
-from orchestrator.report.run.read import finite
 from orchestrator.report.run.sections import heading, tile_row, with_unit
-from orchestrator.report.run.stats import plural
 from orchestrator.report.sweep.cards import picture_cards, scaling_charts
 from orchestrator.report.sweep.csv_files import scaling_csv, sweep_csv
 from orchestrator.report.sweep.facts import (

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.config.sweep.space import point_key
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.draw.axes import tick_text, ticks
-from orchestrator.report.run.frames import Frame
+from orchestrator.report.run.figures.frames import Frame
 from orchestrator.report.sweep.facts import (
     name_text,
     objective_name,

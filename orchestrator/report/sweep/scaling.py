@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from orchestrator.config.sweep.space import point_key
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
-from orchestrator.report.run.frames import Frame
+from orchestrator.report.run.figures.frames import Frame
 from orchestrator.report.sweep.trials import (
     is_count,
     num_devices,

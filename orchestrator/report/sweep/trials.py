@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
-from orchestrator.report.run.read import finite
+from orchestrator.report.run.figures.read import finite
 
 PLANNED = (
     "workers",

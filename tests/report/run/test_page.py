@@ -15,8 +15,8 @@ from harness.fakes.fake_evolution import evolving_record
 from harness.fakes.fake_run import events_record, run_record, write_events, write_run
 from orchestrator.errors import UserError
 from orchestrator.report.draw.theme import JS
+from orchestrator.report.run.figures.read import read_run_record
 from orchestrator.report.run.page import draw_report, page
-from orchestrator.report.run.read import read_run_record
 
 EVIL = "</script><script>alert(1)</script><img src=//evil.example onerror=alert(1)>\"'&"
 VOID = {"meta", "link", "img", "input", "br", "path"}

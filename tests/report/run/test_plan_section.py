@@ -4,8 +4,8 @@ import json
 
 from harness.fakes.fake_events import FakeRun
 from harness.fakes.fake_run import run_record, write_run
+from orchestrator.report.run.figures.read import read_run_record
 from orchestrator.report.run.plan_section import choices_table, settings_table
-from orchestrator.report.run.read import read_run_record
 
 
 def with_plan(tmp_path, plan):

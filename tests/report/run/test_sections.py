@@ -5,7 +5,7 @@ import pytest
 from harness.fakes.fake_events import FakeRun
 from harness.fakes.fake_run import events_record, run_record, write_events
 from orchestrator.report.run import sections
-from orchestrator.report.run.read import read_run_record
+from orchestrator.report.run.figures.read import read_run_record
 
 
 def record_of(tmp_path, **fields):

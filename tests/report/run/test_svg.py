@@ -7,7 +7,7 @@ import struct
 import zlib
 
 from orchestrator.report.draw.markup import esc
-from orchestrator.report.run.panels import Panel, PanelCurve
+from orchestrator.report.run.figures.panels import Panel, PanelCurve
 from orchestrator.report.run.svg import chart, heat_image, labelled_bar, stacked_bar
 
 

@@ -18,7 +18,7 @@ from harness.fakes.fake_sweep import (
     write_sweep,
 )
 from orchestrator.errors import UserError
-from orchestrator.report.run.frames import Frame
+from orchestrator.report.run.figures.frames import Frame
 from orchestrator.report.sweep.frames import read_sweep, scaling_frame, trial_frame
 from orchestrator.types import GIB
 

@@ -7,7 +7,7 @@ import pytest
 
 from harness.fakes.fake_sweep import EXPERTS, MIXED, NOTHING, SINGLE, STRONG, write_record
 from orchestrator.record.files.ledger import TrialRow
-from orchestrator.report.run.frames import Frame
+from orchestrator.report.run.figures.frames import Frame
 from orchestrator.report.sweep.frames import scaling_frame
 from orchestrator.report.sweep.scaling import (
     ScalingSeries,

@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from orchestrator.report.draw.axes import Axis, step_axis, time_axis, value_axis
-from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, number, section
-from orchestrator.report.run.stats import best_evaluation, metric_names, score, unit_name
+from orchestrator.report.run.figures.read import RunRecord, cached_on_record, entries, finite, number, section
+from orchestrator.report.run.figures.stats import best_evaluation, metric_names, score, unit_name
 from orchestrator.types import GIB
 
 Points = list[tuple[float, float]]

@@ -16,7 +16,7 @@ from orchestrator.report.draw.text import (
     recovery_text,
     settings_text,
 )
-from orchestrator.report.run.read import RunRecord, entries, finite
+from orchestrator.report.run.figures.read import RunRecord, entries, finite
 from orchestrator.types import bytes_text, seconds_text
 
 MAX_ROWS = 60

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from orchestrator.report.run.expert_load import busiest_layer, idlest_layer, layer_loads
-from orchestrator.report.run.finding import Finding
-from orchestrator.report.run.load_findings import balance_advice
-from orchestrator.report.run.read import RunRecord
-from orchestrator.report.run.verdict import MIN_STEPS
+from orchestrator.report.run.figures.expert_load import busiest_layer, idlest_layer, layer_loads
+from orchestrator.report.run.figures.read import RunRecord
+from orchestrator.report.run.findings.finding import Finding
+from orchestrator.report.run.findings.load_findings import balance_advice
+from orchestrator.report.run.findings.verdict import MIN_STEPS
 
 EXPERT_IMBALANCE = 2.0
 """Ratio of the busiest expert to the even share, once the gate has settled."""

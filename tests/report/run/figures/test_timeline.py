@@ -3,7 +3,7 @@
 from harness.fakes.fake_events import FakeRun
 from harness.fakes.fake_evolution import evolving_record
 from harness.fakes.fake_run import events_record, run_record
-from orchestrator.report.run.timeline import MAX_ROWS, timeline_list, timeline_rows
+from orchestrator.report.run.figures.timeline import MAX_ROWS, timeline_list, timeline_rows
 
 
 def kinds(record):

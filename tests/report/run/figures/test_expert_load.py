@@ -5,7 +5,7 @@ import pytest
 from harness.fakes.fake_events import FakeRun
 from harness.fakes.fake_evolution import evolving_record
 from harness.fakes.fake_run import events_record, run_record
-from orchestrator.report.run.expert_load import (
+from orchestrator.report.run.figures.expert_load import (
     MAX_COLUMNS,
     busiest_layer,
     clipped_log2,

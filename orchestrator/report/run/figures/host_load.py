@@ -20,8 +20,8 @@ from orchestrator.record.experts.host_balance import (
 from orchestrator.record.experts.placements import RecordedHost, RecordedLayer, RecordedPlacement, measurement
 from orchestrator.record.files.events import Event
 from orchestrator.record.summary.speed import after_warm_up
-from orchestrator.report.run.read import RunRecord, cached_on_record
-from orchestrator.report.run.stats import plural, speed
+from orchestrator.report.run.figures.read import RunRecord, cached_on_record
+from orchestrator.report.run.figures.stats import plural, speed
 
 HOST_MAX_LOG2 = 1.0
 """The colours of host use range from half to twice the mean: hosts should be balanced, experts need not."""

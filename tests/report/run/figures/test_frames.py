@@ -12,7 +12,7 @@ from harness.fakes.fake_events import PHASES_PARALLEL, FakeRun, run_events
 from harness.fakes.fake_evolution import EVOLVING, write_evolving_run
 from harness.fakes.fake_run import write_events, write_run
 from orchestrator.errors import UserError
-from orchestrator.report.run.frames import MAX_METRICS, Frame, as_column, read_run
+from orchestrator.report.run.figures.frames import MAX_METRICS, Frame, as_column, read_run
 
 RECOVERED = FakeRun(workers=3, recover_at=70, phases=PHASES_PARALLEL)
 
@@ -169,7 +169,7 @@ def test_pandas_is_imported_late(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    code = "import sys, orchestrator.report.run.frames, orchestrator.report.sweep.page; assert 'pandas' not in sys.modules"  # noqa: E501
+    code = "import sys, orchestrator.report.run.figures.frames, orchestrator.report.sweep.page; assert 'pandas' not in sys.modules"  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -9,7 +9,7 @@ from harness.fakes.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_eve
 from harness.fakes.fake_run import events_record, run_record
 from orchestrator.record.summary.speed import speed_of
 from orchestrator.record.summary.summary import summarise
-from orchestrator.report.run.host_load import (
+from orchestrator.report.run.figures.host_load import (
     MAX_BARS,
     exchange_cost,
     host_load,

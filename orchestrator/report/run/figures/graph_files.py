@@ -13,7 +13,7 @@ from orchestrator.report.draw.write import write_whole
 from orchestrator.report.graph.networks import to_json, to_networkx
 from orchestrator.report.graph.plot import graph_figure
 from orchestrator.report.graph.view import graph_views, spread
-from orchestrator.report.run.read import RunRecord, read_run_record
+from orchestrator.report.run.figures.read import RunRecord, read_run_record
 
 if TYPE_CHECKING:
     from networkx import MultiGraph

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.report.run.read import UNFINISHED, RunRecord, finite, number
-from orchestrator.report.run.stats import is_compiled, plural, values
+from orchestrator.report.run.figures.read import UNFINISHED, RunRecord, finite, number
+from orchestrator.report.run.figures.stats import is_compiled, plural, values
 from orchestrator.types import seconds_text
 
 

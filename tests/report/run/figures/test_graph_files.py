@@ -10,8 +10,8 @@ import orchestrator
 from harness.fakes.fake_evolution import evolving_record, write_evolving_run
 from harness.fakes.fake_run import run_record, write_run
 from orchestrator.errors import UserError
-from orchestrator.report.run import graph_files
-from orchestrator.report.run.graph_files import read_expert_graph, write_graph_files
+from orchestrator.report.run.figures import graph_files
+from orchestrator.report.run.figures.graph_files import read_expert_graph, write_graph_files
 from orchestrator.report.run.page import draw_report
 
 

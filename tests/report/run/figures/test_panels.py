@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_run import events_record, run_record
-from orchestrator.report.run.panels import (
+from orchestrator.report.run.figures.panels import (
     MAX_POINTS,
     Panel,
     PanelCurve,

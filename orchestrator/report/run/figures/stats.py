@@ -13,7 +13,7 @@ from orchestrator.errors import UserError
 from orchestrator.record.files.events import Event
 from orchestrator.record.summary.peak_memory import PeakMemory
 from orchestrator.record.summary.speed import Speed, after_warm_up
-from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, section
+from orchestrator.report.run.figures.read import RunRecord, cached_on_record, entries, finite, section
 from orchestrator.types import MEMORY_PARTS, PHASES
 
 OTHER = "other"

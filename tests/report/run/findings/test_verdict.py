@@ -8,8 +8,8 @@ import pytest
 
 from harness.fakes.fake_events import PHASES_PARALLEL, FakeRun, run_events
 from harness.fakes.fake_run import events_record, run_record, write_events, write_run
-from orchestrator.report.run.read import read_run_record
-from orchestrator.report.run.verdict import MIN_STEPS, verdict
+from orchestrator.report.run.figures.read import read_run_record
+from orchestrator.report.run.findings.verdict import MIN_STEPS, verdict
 from orchestrator.types import GIB
 
 MOSTLY_COMMUNICATION = {

@@ -14,8 +14,20 @@ from statistics import fmean, median, stdev
 from orchestrator.config.metric import Criterion
 from orchestrator.record.files.events import Event
 from orchestrator.record.summary.totals import NUM_FIRST
-from orchestrator.report.run.finding import Finding
-from orchestrator.report.run.learning_advice import (
+from orchestrator.report.run.figures.outcome import score_text
+from orchestrator.report.run.figures.panels import Points
+from orchestrator.report.run.figures.read import RunRecord, cached_on_record, finite, number
+from orchestrator.report.run.figures.stats import (
+    best_evaluation,
+    non_finite_text,
+    plural,
+    score_number,
+    values,
+    watched_criterion,
+)
+from orchestrator.report.run.figures.trend import NUM_WINDOWS, Trend, noise, trend, window_means
+from orchestrator.report.run.findings.finding import Finding
+from orchestrator.report.run.findings.learning_advice import (
     divergence_advice,
     evaluation_advice,
     learning_rate_name,
@@ -24,18 +36,6 @@ from orchestrator.report.run.learning_advice import (
     overfitting_advice,
     shorter_advice,
 )
-from orchestrator.report.run.outcome import score_text
-from orchestrator.report.run.panels import Points
-from orchestrator.report.run.read import RunRecord, cached_on_record, finite, number
-from orchestrator.report.run.stats import (
-    best_evaluation,
-    non_finite_text,
-    plural,
-    score_number,
-    values,
-    watched_criterion,
-)
-from orchestrator.report.run.trend import NUM_WINDOWS, Trend, noise, trend, window_means
 
 MIN_STEPS = 2 * NUM_WINDOWS
 MIN_EVALUATIONS = 5

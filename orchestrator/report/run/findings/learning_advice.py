@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.record.files.events import Event
-from orchestrator.report.run.read import RunRecord, finite, section
+from orchestrator.report.run.figures.read import RunRecord, finite, section
 
 SMALL_FALL = 0.1
 """The part of its first value by which a training loss falls in all if the steps were too small."""

@@ -3,11 +3,11 @@ communication."""
 
 from __future__ import annotations
 
-from orchestrator.report.run.finding import Finding, merge
-from orchestrator.report.run.host_load import exchange_cost
-from orchestrator.report.run.load_findings import larger_batch_advice, placement_advice
-from orchestrator.report.run.read import RunRecord, section
-from orchestrator.report.run.stats import phase_seconds, plural, shares, wall_seconds
+from orchestrator.report.run.figures.host_load import exchange_cost
+from orchestrator.report.run.figures.read import RunRecord, section
+from orchestrator.report.run.figures.stats import phase_seconds, plural, shares, wall_seconds
+from orchestrator.report.run.findings.finding import Finding, merge
+from orchestrator.report.run.findings.load_findings import larger_batch_advice, placement_advice
 from orchestrator.strategies import recorded_strategy
 from orchestrator.types import bytes_text, seconds_text
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from orchestrator.record.experts.host_balance import Counts, even_ratios, token_counts
 from orchestrator.record.files.events import Event
-from orchestrator.report.run.read import RunRecord, cached_on_record
+from orchestrator.report.run.figures.read import RunRecord, cached_on_record
 
 MAX_COLUMNS = 120
 IDLE_RATIO = 0.05

@@ -11,9 +11,9 @@ import pytest
 
 from harness.fakes.fake_run import events_record
 from orchestrator.record.files.events import Event
-from orchestrator.report.run.finding import Finding
-from orchestrator.report.run.learning import MIN_EVALUATIONS, MIN_STEPS, learning_finding
-from orchestrator.report.run.read import RunRecord
+from orchestrator.report.run.figures.read import RunRecord
+from orchestrator.report.run.findings.finding import Finding
+from orchestrator.report.run.findings.learning import MIN_EVALUATIONS, MIN_STEPS, learning_finding
 from orchestrator.report.run.sections import verdict_cards
 from orchestrator.report.run.text import performance_summary
 

@@ -12,7 +12,7 @@ from orchestrator.errors import UserError
 from orchestrator.record.experts.expert_changes import expert_events
 from orchestrator.record.files.events import Event
 from orchestrator.record.files.remote_record import local_record
-from orchestrator.report.run.read import RunRecord, number, read_run_record, section
+from orchestrator.report.run.figures.read import RunRecord, number, read_run_record, section
 from orchestrator.types import PHASES
 
 if TYPE_CHECKING:

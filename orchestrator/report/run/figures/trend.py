@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from orchestrator.report.run.panels import Points
+from orchestrator.report.run.figures.panels import Points
 
 CONFIDENCE = 0.975
 """One-sided, of the margin of a trend."""

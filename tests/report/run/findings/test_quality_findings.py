@@ -9,10 +9,10 @@ import pytest
 
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_run import events_record, run_record
-from orchestrator.report.run.quality_findings import uneven_experts_finding
+from orchestrator.report.run.findings.quality_findings import uneven_experts_finding
+from orchestrator.report.run.findings.verdict import MIN_STEPS
 from orchestrator.report.run.sections import verdict_cards
 from orchestrator.report.run.text import performance_summary
-from orchestrator.report.run.verdict import MIN_STEPS
 
 
 def test_an_expert_with_far_more_than_its_share_is_told(tmp_path: Path) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orchestrator.report.run.finding import MAX_ADVICE, Finding
-from orchestrator.report.run.host_load import UNEVEN, host_load
-from orchestrator.report.run.read import RunRecord, section
-from orchestrator.report.run.stats import (
+from orchestrator.report.run.figures.host_load import UNEVEN, host_load
+from orchestrator.report.run.figures.read import RunRecord, section
+from orchestrator.report.run.figures.stats import (
     flops_per_second,
     gpu_utilization,
     is_compiled,
@@ -17,6 +16,7 @@ from orchestrator.report.run.stats import (
     shares,
     speed,
 )
+from orchestrator.report.run.findings.finding import MAX_ADVICE, Finding
 from orchestrator.types import bytes_text, flops_text, seconds_text
 
 # A GPU with less than this utilization, in percent, and shorter steps than this waits for Python.

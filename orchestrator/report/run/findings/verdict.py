@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from orchestrator.report.run.finding import MAX_ADVICE, Finding
-from orchestrator.report.run.load_findings import (
+from orchestrator.report.run.figures.read import RunRecord, cached_on_record
+from orchestrator.report.run.figures.stats import plural
+from orchestrator.report.run.findings.finding import MAX_ADVICE, Finding
+from orchestrator.report.run.findings.load_findings import (
     compute_finding,
     imbalance_finding,
     near_limit_finding,
     out_of_memory_finding,
     python_finding,
 )
-from orchestrator.report.run.read import RunRecord, cached_on_record
-from orchestrator.report.run.stats import plural
-from orchestrator.report.run.time_findings import (
+from orchestrator.report.run.findings.time_findings import (
     checkpoint_finding,
     communication_finding,
     data_finding,

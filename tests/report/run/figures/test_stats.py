@@ -7,8 +7,8 @@ import pytest
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_run import events_record, run_record, write_events, write_run
 from orchestrator.record.files.events import of_kind, read_events
-from orchestrator.report.run import stats
-from orchestrator.report.run.read import read_run_record
+from orchestrator.report.run.figures import stats
+from orchestrator.report.run.figures.read import read_run_record
 from orchestrator.types import GIB
 
 
