@@ -5,9 +5,7 @@ python examples/sweep.py
 
 from pathlib import Path
 
-from orchestrator import Config, Trainer, read_sweep
-from orchestrator.config.sweep.space_parser import parse_space
-from orchestrator.config.sweep.sweep import Sweep
+from orchestrator import Config, Sweep, Trainer, parse_space, read_sweep
 
 
 def main() -> None:

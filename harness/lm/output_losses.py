@@ -20,6 +20,7 @@ from harness.lm.family_lm import WEIGHT, FamilyLanguageModel
 from harness.lm.family_runs import AUX_FAMILIES, CPU, GLOBAL_BATCH, placement
 from harness.lm.lora_runs import OPTIONS, fill_adapters
 from harness.runs.steppers import gradients, make_stepper, mean_loss
+from orchestrator.plan.estimate import ShardingForm
 from orchestrator.tasks import token_loss
 from orchestrator.tasks.lm import output_layer
 from orchestrator.tasks.lm.balance import StepBalance
@@ -35,7 +36,7 @@ class Case:
     """A family, and the parts of a training that have to do with its output layer."""
 
     name: str
-    sharding: str = "none"
+    sharding: ShardingForm = "none"
     recompute: bool = False
     lora: bool = False
     data_parallel: bool = False

@@ -23,7 +23,7 @@ _PLURAL = {int: "whole numbers", float: "numbers", str: "texts", Path: "paths"}
 
 def as_declared(name: str, hint: Any, value: Any) -> Any:
     """Return the value as its setting declares it: a list as a tuple, text as a path, and so on."""
-    from pydantic import ValidationError  # takes 60 ms to import, and flags do not need it
+    from pydantic import ValidationError  # takes 60 ms to import, and --help does not need it
 
     if isinstance(value, int) and abs(value) >= LARGEST_NUMBER:
         # A number of thousands of digits takes long to print.

@@ -21,10 +21,12 @@ from orchestrator.record.files.events import truncate_torn_line, whole_line_byte
 from orchestrator.record.files.remote_record import EVENTS, is_needed
 from orchestrator.storage.folder import is_safe_name
 from orchestrator.storage.local_files import replace_file
-from orchestrator.train.remote.publish_requests import answered
+from orchestrator.train.remote.publish_requests import FOLDER, leave_request, wait_for_answer
 
 _NUM_THREADS = 8
 _EVENTS_TAIL_BYTES = 2**20
+_MAIN_WRITER = FOLDER / ".main_writer"
+"""The number of the last main worker, for a server that is started again."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class FolderServer:
     def __init__(self, run_dir: Path, always: tuple[str, ...]) -> None:
         self._run_dir = run_dir
         self._always = always
-        self._main_writer = 0
+        self._main_writer = _saved_number(run_dir / _MAIN_WRITER)
         """The worker whose events count: the last one that opened the record."""
         self._last_calls: dict[int, int] = {}
         """Number of the last exchange, by worker."""
@@ -89,10 +91,11 @@ class FolderServer:
         """Return what a worker needs to begin."""
         with self._lock:
             # A later worker has a higher number, also where the clock was set back.
-            writer = max(time.time_ns(), max(self._last_calls, default=0) + 1)
+            writer = max(time.time_ns(), max(self._last_calls, default=0) + 1, self._main_writer + 1)
             self._last_calls[writer] = 0
             if is_main:
                 self._main_writer = writer
+                replace_file(self._run_dir / _MAIN_WRITER, str(writer).encode())
                 truncate_torn_line(self._run_dir / EVENTS)
             files = {name: path.read_bytes() for name, path in _begin_files(self._run_dir)}
             files[EVENTS] = _events_tail(self._run_dir / EVENTS)
@@ -123,17 +126,20 @@ class FolderServer:
 
     def ask(self, writer: int, verb: str, subject: str, content: bytes) -> str:
         """Return the driver's answer to a request of the main host: why it failed, or nothing."""
+        if not is_safe_name(f"{verb}-{subject}"):
+            raise ValueError(f"a request cannot have the name {verb}-{subject!r}")
         with self._lock:
             # The next group may have resumed from an earlier checkpoint than the one to publish.
             if not self._is_main(writer):
                 return "the group of this main host was left"
-        return answered(self._run_dir, verb, subject, content)
+            try:
+                answer = leave_request(self._run_dir, verb, subject, content)
+            except OSError as error:
+                return f"the driver cannot write the request: {error}"
+        return wait_for_answer(answer)
 
     def _is_main(self, writer: int) -> bool:
-        """Whether a worker is the main one of the last group.
-
-        The numbers of workers rise with time: a restarted server learns the last one from its calls."""
-        self._main_writer = max(writer, self._main_writer)
+        """Whether a worker is the main one of the last group."""
         return writer == self._main_writer
 
     def _files_for_all(self) -> dict[str, bytes]:
@@ -142,6 +148,13 @@ class FolderServer:
             with suppress(FileNotFoundError):
                 found[name] = (self._run_dir / name).read_bytes()
         return found
+
+
+def _saved_number(path: Path) -> int:
+    try:
+        return int(path.read_bytes())
+    except (OSError, ValueError):
+        return 0
 
 
 def is_growing(name: str) -> bool:
@@ -172,7 +185,8 @@ def append_once(path: Path, offset: int, data: bytes) -> int:
     """Append bytes that may be there already, as a whole or in part. Return the size of the file then.
 
     ``offset`` is where they begin, unless another worker has written to the file since: then they
-    follow its bytes. They may be there in part after a kill, or on a full disk."""
+    follow its bytes. They may be there in part after a kill, or on a full disk. Equal lines that two workers
+    write at one place of a log may become one; events have one writer."""
     with path.open("a+b") as file:
         file.seek(offset)
         written = file.read()

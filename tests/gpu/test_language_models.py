@@ -19,6 +19,7 @@ from harness.lm.lm_runs import GLOBAL_BATCH, PLACEMENTS, STEPS
 from harness.runs.steppers import make_stepper, mean_loss, run_steps
 from orchestrator.config.settings import Config
 from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.plan.estimate import ShardingForm
 from orchestrator.tasks.lm.output_layer import call_with_labels
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.tasks.token_loss import NO_LABEL
@@ -114,7 +115,7 @@ def test_the_loss_of_a_large_vocabulary_has_the_gradients_of_whole_logits() -> N
     assert error < 1.1 * of_whole_logits < 0.05
 
 
-def lm_losses(config: Config, world: World, sharding: str) -> list[float]:
+def lm_losses(config: Config, world: World, sharding: ShardingForm) -> list[float]:
     stepper, feed = make_stepper(
         FilledLanguageModel(config),
         2,
@@ -128,7 +129,7 @@ def lm_losses(config: Config, world: World, sharding: str) -> list[float]:
 
 
 def lm_losses_on_host(
-    rank: int, size: int, store: str, backend: str, config: Config, sharding: str
+    rank: int, size: int, store: str, backend: str, config: Config, sharding: ShardingForm
 ) -> list[float]:
     device = rank_device(rank, size)
     with process_group_world(file_store(store, size), rank, size, device, backend, 120) as world:

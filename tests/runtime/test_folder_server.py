@@ -61,7 +61,10 @@ def test_files_outside_of_the_run_folder_are_not_written(driver_dir: Path, tmp_p
     for call, name in enumerate((str(outside), "../outside", "logs/../../outside", "")):
         for offset in (None, 0):
             server.exchange(writer, call, [Change(name, b"written", offset)])
+    with pytest.raises(ValueError, match="cannot have the name"):
+        server.ask(writer, "publish", "a/../../../outside", b"written")
     assert not outside.exists()
+    assert not list(tmp_path.rglob("outside*"))
     server.exchange(writer, 10, [Change("own/notes.txt", b"written")])
     assert (driver_dir / "own" / "notes.txt").read_text() == "written"
 
@@ -82,10 +85,11 @@ def test_a_restarted_server_takes_events_of_the_worker_that_had_opened_the_recor
         EventLog(tmp_path / "new" / "events.jsonl").write("step", step=1)
         new.flush()
         server.restart()
-        EventLog(tmp_path / "new" / "events.jsonl").write("step", step=2)
-        new.flush()
+        # Its call comes first: the server knows the later worker all the same.
         EventLog(tmp_path / "old" / "events.jsonl").write("step", step=2, stale=True)
         old.flush()
+        EventLog(tmp_path / "new" / "events.jsonl").write("step", step=2)
+        new.flush()
     events = read_events(driver_dir / "events.jsonl")
     assert [(event["step"], "stale" in event) for event in events] == [(1, False), (2, False)]
 

@@ -90,7 +90,7 @@ def _flags_with_values(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     flag = ""
     values: list[str] = []
     for token in argv:
-        if not token.startswith("--"):
+        if not token.startswith("--") or token == "--":
             values.append(token)
             continue
         yield flag, values

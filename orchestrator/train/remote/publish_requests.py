@@ -19,14 +19,18 @@ _POLL_SECONDS = 0.02
 _TAKEN_SECONDS = 600.0
 
 
-def answered(run_dir: Path, verb: str, subject: str, content: bytes) -> str:
-    """Leave a request, and return its answer. A request that comes again gets the same answer.
+def leave_request(run_dir: Path, verb: str, subject: str, content: bytes) -> Path:
+    """Leave a request, and return the path of its answer. A request that comes again gets the same answer.
 
     ``subject`` is used once, so that no answer of an earlier request is there."""
     request = run_dir / FOLDER / f"{verb}-{subject}{_REQUEST}"
     answer = request.with_suffix(_ANSWER)
     if not answer.exists():
         replace_file(request, content)
+    return answer
+
+
+def wait_for_answer(answer: Path) -> str:
     while not answer.exists():
         sleep(_POLL_SECONDS)
     return answer.read_text(encoding="utf-8")
@@ -56,4 +60,8 @@ class PublishRequest:
 def open_requests(run_dir: Path) -> list[PublishRequest]:
     """Return the requests without an answer, the oldest first."""
     paths = sorted((run_dir / FOLDER).glob(f"[!.]*{_REQUEST}"), key=lambda path: path.stat().st_mtime_ns)
-    return [PublishRequest(path) for path in paths if not path.with_suffix(_ANSWER).exists()]
+    for path in paths:
+        # A request that came again while it was answered: it must not outlive its answer.
+        if path.with_suffix(_ANSWER).exists():
+            path.unlink(missing_ok=True)
+    return [PublishRequest(path) for path in paths if path.exists()]

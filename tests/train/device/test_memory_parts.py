@@ -12,6 +12,7 @@ from experts.balance import gated_layers
 from harness.hosts.ranks import run_ranks
 from harness.runs.steppers import make_stepper, run_steps
 from orchestrator.config.settings import Config
+from orchestrator.plan.estimate import ShardingForm
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.train.device.memory_parts import StateMemory, StorageCounter, state_parts
 from orchestrator.train.group.stores import file_store
@@ -155,7 +156,7 @@ def test_the_state_is_measured_until_there_is_optimizer_state() -> None:
     assert memory.parts == found[1], "of fewer experts than before"
 
 
-def parts_of_rank(rank: int, size: int, store: str, sharding: str) -> tuple[dict[str, int], int]:
+def parts_of_rank(rank: int, size: int, store: str, sharding: ShardingForm) -> tuple[dict[str, int], int]:
     with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 30) as world:
         stepper, feed = make_stepper(Synthetic(Config.of(**SETTINGS)), 4, 8, world=world, sharding=sharding)
         run_steps(stepper, feed, 1)
@@ -166,7 +167,7 @@ def parts_of_rank(rank: int, size: int, store: str, sharding: str) -> tuple[dict
 
 
 @pytest.mark.parametrize("sharding", ["none", "zero2", "zero3"])
-def test_workers_count_what_they_hold(sharding: str) -> None:
+def test_workers_count_what_they_hold(sharding: ShardingForm) -> None:
     whole = stepper_of().state_memory.parts
     held = [parts for parts, _ in run_ranks(parts_of_rank, 2, sharding)]
     if sharding == "none":

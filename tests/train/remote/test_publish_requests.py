@@ -6,7 +6,12 @@ import os
 from pathlib import Path
 
 from orchestrator.storage.local_files import replace_file
-from orchestrator.train.remote.publish_requests import FOLDER, answered, open_requests
+from orchestrator.train.remote.publish_requests import (
+    FOLDER,
+    leave_request,
+    open_requests,
+    wait_for_answer,
+)
 
 
 def write_request(run_dir: Path, subject: str) -> Path:
@@ -21,8 +26,11 @@ def test_a_request_that_arrives_again_is_carried_out_once(tmp_path: Path) -> Non
     request.answer()
     write_request(tmp_path, "step_00000040.1")
     assert open_requests(tmp_path) == []
-    assert path.with_suffix(".answer").exists()
-    assert answered(tmp_path, "publish", "step_00000040.1", b"a manifest") == ""
+    assert not path.exists(), "it would be carried out when its answer is removed"
+    answer = leave_request(tmp_path, "publish", "step_00000040.1", b"a manifest")
+    assert not path.exists()
+    assert answer == path.with_suffix(".answer")
+    assert wait_for_answer(answer) == ""
 
 
 def test_an_answer_stays_until_the_main_host_has_had_time_to_take_it(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from harness.hosts.ranks import run_ranks
 from harness.runs.steppers import assert_gradients_equal, make_stepper, mean_loss, run_steps
 from harness.runs.tiny_model import HostCase, Tiny, random_case
 from orchestrator.config.settings import Config
+from orchestrator.plan.estimate import ShardingForm
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.step.totals import Totals
@@ -149,7 +150,7 @@ def test_random_cases_equal_one_process(hosts: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sharding", ["zero2", "zero3"])
 @pytest.mark.parametrize("hosts", [2, 3])
-def test_a_sharded_dense_part_equals_one_process(hosts: int, sharding: str) -> None:
+def test_a_sharded_dense_part_equals_one_process(hosts: int, sharding: ShardingForm) -> None:
     """Uneven experts, shares, accumulation and recomputation, in fp64; the norm clips every step."""
     cases = [random_case(seed, hosts, torch.float64) for seed in range(5)]
     assert_cases_equal_one_process([replace(case, sharding=sharding) for case in cases])
