@@ -211,7 +211,7 @@ def test_an_error_at_the_end_of_a_run_is_its_status_if_asked(tmp_path: Path) -> 
 
 def test_a_wrong_callback_is_found_before_there_is_a_run_folder(tmp_path: Path) -> None:
     config = settings(tmp_path / "run", callbacks="harness.nothing:Journal")
-    with pytest.raises(UserError, match=r"there is no module 'tests\.support\.nothing'"):
+    with pytest.raises(UserError, match=r"there is no module 'harness\.nothing'"):
         Trainer(config=config, quiet=True).fit()
     with pytest.raises(UserError, match="has no method of a callback"):
         Trainer(callbacks=["Journal"], config=settings(tmp_path / "run"), quiet=True).fit()

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from experts.balance import moe_layers
+from experts.model import place, place_structure
 from experts.structure import LayerStructure
-from harness.fakes.inventories import machine, model
+from experts.surgery.surgery import restructure
 from orchestrator.config.settings import Config
-from orchestrator.plan.estimate import ShardingForm
-from orchestrator.plan.planning import plan
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import TensorData
 from orchestrator.tasks.text import Text
+from orchestrator.train.data.loading import LoaderOptions
+from orchestrator.train.data.opening import open_feed
 from orchestrator.train.data.steps import Feed
+from orchestrator.train.device.clock import PhaseClock
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.device.recompute import recompute_blocks
 from orchestrator.train.group.world import World
+from orchestrator.train.optim.named_optimizers import build_named_optimizer
+from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper
-from orchestrator.train.strategies.fsdp import full_tensor
-from orchestrator.train.worker.build import build_feed
-from orchestrator.train.worker.build_model import build_parts, build_stepper
-from orchestrator.types import Choice, PrecisionName
-
-T = TypeVar("T")
-
-CONSTANT_RATE: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0, "max_steps": 1000}
+from orchestrator.train.strategies.base import Strategy
+from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
+from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
+from orchestrator.train.strategies.fsdp import FSDPStrategy, full_tensor, shard_model
+from orchestrator.train.strategies.sharded_dense import ShardedDenseStrategy
+from orchestrator.types import PrecisionName
 
 UNEVEN_EXPERTS = Config.of(
     expert_hidden_size=(8, 16, 8, 24, 16),
@@ -79,45 +83,72 @@ def make_stepper(
     clip_norm: float = 1.0,
     emit: Callable[..., None] | None = None,
     world: World | None = None,
-    sharding: ShardingForm = "none",
+    sharding: str = "none",
+    options: DDPOptions | None = None,
+    offload: bool = False,
     host_of: Sequence[Sequence[int]] | None = None,
     chunks: int = 1,
+    bucket_mb: int | None = None,
     recompute: bool = False,
     precision: PrecisionName = "fp32",
     experts: Sequence[LayerStructure] | None = None,
-    **settings: Any,
 ) -> tuple[Stepper, Feed]:
-    """Build a stepper and its feed as a run does, with the choices of a plan as they are given.
+    """Build a stepper and its feed.
 
     ``micro_batch`` is per worker. ``host_of`` places the experts of each layer on the workers. ``experts``
-    are those of a saved run, with their hosts: their weights are still to be restored."""
+    are those of a saved run, with their hosts: their weights are still to be restored.
+    """
     world = world or World.single_process()
     emit = emit or Events()
-    config = Config.of(
-        task="synthetic", learning_rate=learning_rate, clip_norm=clip_norm, **CONSTANT_RATE, **settings
+    model = task.build_model()
+    if experts is not None:
+        restructure([layer for _, layer in moe_layers(model)], experts)
+        model.to(task.dtype)
+    model.train()
+    on_hosts = world.size > 1 and (host_of is not None or experts is not None)
+    if sharding == "none" or on_hosts:
+        model.to(world.device)
+    strategy = Strategy(model, task)
+    if sharding != "none" and not on_hosts:
+        shard_model(model, world, keep_parameters=sharding == "zero2", offload=offload)
+        strategy = FSDPStrategy(model, task, world)
+    elif on_hosts:
+        if experts is not None:
+            place_structure(model, experts, world.rank, world.size)
+        elif host_of is not None:
+            place(model, host_of, world.rank)
+        if sharding == "none":
+            strategy = ExpertParallelStrategy(model, task, world, chunks, bucket_mb)
+        else:
+            strategy = ShardedDenseStrategy(model, task, world, chunks, keep_parameters=sharding == "zero2")
+    elif world.size > 1:
+        strategy = DDPStrategy(
+            model, task, world, options or DDPOptions(), lambda message: emit("warning", message=message)
+        )
+    if recompute:
+        recompute_blocks(model, strategy.context)
+    settings = Config.of(learning_rate=learning_rate).optim
+    adamw = build_named_optimizer(model, settings, fused=True)
+    feed = open_feed(
+        task.train_data(),
+        world,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        seed=0,
+        loader=LoaderOptions(),
     )
-    chosen = replace(
-        plan(config, machine(), model()),
-        batch_size=_given(micro_batch),
-        global_batch_size=_given(global_batch),
-        sharding=_given(sharding),
-        exchange_chunks=_given(chunks),
-        activation_checkpointing=_given(recompute),
-        precision=_given(precision),
-        fused_optimizer=_given(True),
+    stepper = Stepper(
+        world=world,
+        strategy=strategy,
+        optimizer=ScheduledOptimizer(adamw, warmup_schedule("constant", 0, 1000)),
+        precision=Precision(precision, world.device),
+        micro_batch=feed.largest_micro_batch,
+        seed=0,
+        clip_norm=clip_norm,
+        clock=PhaseClock(),
+        emit=emit,
     )
-    if world.size == 1:
-        host_of = None
-    elif host_of is None and experts is not None:
-        host_of = [[expert.hosts[0] for expert in layer.experts] for layer in experts]
-    parts = build_parts(config, chosen, task, world, emit, host_of, experts)
-    feed = build_feed(config, chosen, task, world)
-    size = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
-    return build_stepper(config, world, parts, size, emit), feed
-
-
-def _given(value: T) -> Choice[T]:
-    return Choice(value, "given")
+    return stepper, feed
 
 
 def run_steps(stepper: Stepper, feed: Feed, steps: int) -> list[Totals]:

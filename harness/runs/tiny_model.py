@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from experts.balance import gated_layers
 from experts.layer import MoELayer
 from experts.model import initialise
-from orchestrator.plan.estimate import ShardingForm
 from orchestrator.tasks.task import Loss, Task, TensorData
 
 FEATURES = 7
@@ -107,7 +106,7 @@ class HostCase:
     shares: tuple[float, ...] = ()
     chunks: int = 1
     recompute: bool = False
-    sharding: ShardingForm = "none"
+    sharding: str = "none"
     bucket_mb: int = 1
 
     @property

@@ -3,7 +3,7 @@ process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,14 +22,15 @@ from harness.runs.steppers import (
     weights,
 )
 from orchestrator.config.settings import Config
-from orchestrator.plan.estimate import ShardingForm
 from orchestrator.tasks.task import TensorData
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies import ddp
+from orchestrator.train.strategies.ddp import DDPOptions
 
 CPU = torch.device("cpu")
+DEFAULT_OPTIONS = DDPOptions()
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,11 @@ class WorkerCase:
     samples: int | None = None
     """Samples of the data; None for all of them."""
     shares: tuple[float, ...] = ()
-    sharding: ShardingForm = "none"
+    sharding: str = "none"
     steps: int = 10
     config: Config = UNEVEN_EXPERTS
     steps_before_overlap: int = 4
-    settings: dict[str, Any] = field(default_factory=dict)
-    """More settings of the run."""
+    options: DDPOptions = DEFAULT_OPTIONS
 
     def make_task(self) -> Any:
         task = self.task(self.config)
@@ -96,7 +96,7 @@ def train(case: WorkerCase, world: World | None = None) -> WorkerResult:
         emit=events,
         world=world,
         sharding=case.sharding if world else "none",
-        **case.settings,
+        options=case.options,
     )
     model = stepper.strategy.model
     totals: list[Totals] = []

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from experts.balance import moe_layers
 from experts.weight_copy import WeightCopy
@@ -44,10 +43,10 @@ def ours_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(copies: bool, micro_batch: int = 8) -> tuple[Stepper, Feed]:
     task = Synthetic(Config.of(experts=7, expert_hidden_size=(8,), top_k=2, **SETTINGS))
     stepper, feed = make_stepper(task, micro_batch, 8, precision="bf16")
-    assert stepper.copies is not None
-    if not copies:
-        stepper.copies.drop()
-        stepper.copies = None
+    if copies:
+        inner = stepper.optimizer.inner
+        assert isinstance(inner, AdamW)
+        stepper.copies = WeightCopies(stepper.strategy.model, inner, torch.bfloat16)
     return stepper, feed
 
 
@@ -122,21 +121,14 @@ def test_experts_that_were_replaced_get_copies_of_their_own() -> None:
     run_steps(copied, feed, 1)
 
 
-class SharedBank(Synthetic):
-    """Both layers compute with the experts of the first."""
-
-    def build_model(self) -> nn.Module:
-        model = super().build_model()
-        (_, first), (_, second) = moe_layers(model)
-        second.bank = first.bank
-        return model
-
-
 def test_banks_that_layers_share_have_no_copies() -> None:
-    task = SharedBank(Config.of(experts=4, expert_hidden_size=(8,), top_k=2, **SETTINGS))
+    task = Synthetic(Config.of(experts=4, expert_hidden_size=(8,), top_k=2, **SETTINGS))
     stepper, _ = make_stepper(task, 8, 8, precision="bf16")
-    (_, first), _ = moe_layers(stepper.strategy.model)
-    assert stepper.copies is not None
+    (_, first), (_, second) = moe_layers(stepper.strategy.model)
+    second.bank = first.bank
+    inner = stepper.optimizer.inner
+    assert isinstance(inner, AdamW)
+    WeightCopies(stepper.strategy.model, inner, torch.bfloat16)
     assert not first.bank.copies
 
 

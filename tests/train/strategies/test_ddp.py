@@ -36,8 +36,10 @@ from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.tasks.text import Text
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
+from orchestrator.train.strategies.buffers import no_buffers, running_statistics
+from orchestrator.train.strategies.ddp import DDPOptions
 
-CUSTOM_DDP: dict[str, Any] = {"bucket_cap_mb": 1, "static_graph": True, "gradient_as_bucket_view": False}
+CUSTOM_DDP = DDPOptions(bucket_cap_mb=1, static_graph=True, gradient_as_bucket_view=False)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ CUSTOM_DDP: dict[str, Any] = {"bucket_cap_mb": 1, "static_graph": True, "gradien
         WorkerCase(DoubleDigits, 3, 4, 30, samples=94, shares=(1.0, 0.35, 0.01)),
         WorkerCase(DoubleText, 3, 3, 16, steps=6),
         WorkerCase(DoubleDigits, 2, 32, 64, steps_before_overlap=100),  # reduced after the backward pass only
-        WorkerCase(DoubleDigits, 3, 8, 48, steps_before_overlap=0, settings=CUSTOM_DDP),
+        WorkerCase(DoubleDigits, 3, 8, 48, steps_before_overlap=0, options=CUSTOM_DDP),
     ],
     ids=str,
 )
@@ -119,8 +121,8 @@ class PartlyUsed(Task):
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_a_gradient_that_only_some_workers_have_is_zero_on_the_others(find_unused: bool) -> None:
     """One that no worker has does not exist, as in one process."""
-    settings = {"find_unused_parameters": find_unused}
-    case = WorkerCase(PartlyUsed, 3, 2, 12, steps_before_overlap=2, settings=settings)
+    options = DDPOptions(find_unused_parameters=find_unused)
+    case = WorkerCase(PartlyUsed, 3, 2, 12, steps_before_overlap=2, options=options)
     expected = train(case)
     for result in run_ranks(train_on_rank, 3, case):
         assert result.losses == pytest.approx(expected.losses, rel=1e-12)
@@ -159,8 +161,8 @@ def test_a_parameter_that_becomes_unused_ends_the_run_before_an_update() -> None
 
 
 def test_find_unused_parameters_allows_a_parameter_that_becomes_unused() -> None:
-    settings = {"find_unused_parameters": True}
-    case = WorkerCase(UsedAtFirst, 3, 4, 12, steps_before_overlap=2, settings=settings)
+    options = DDPOptions(find_unused_parameters=True)
+    case = WorkerCase(UsedAtFirst, 3, 4, 12, steps_before_overlap=2, options=options)
     assert len(run_ranks(train_on_rank, 3, case)) == 3
 
 
@@ -227,8 +229,8 @@ class Normed(DoubleDigits):
 def running_mean_on_rank(rank: int, size: int, store: str, broadcast: bool) -> list[float]:
     """The running mean at the beginning of the fourth step."""
     with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 30) as world:
-        choice = "auto" if broadcast else "off"
-        stepper, feed = make_stepper(Normed(UNEVEN_EXPERTS), 8, 16, world=world, broadcast_buffers=choice)
+        options = DDPOptions(buffers=running_statistics if broadcast else no_buffers)
+        stepper, feed = make_stepper(Normed(UNEVEN_EXPERTS), 8, 16, world=world, options=options)
         strategy: Any = stepper.strategy
         run_steps(stepper, feed, 3)
         strategy.begin_step(all_have_samples=True)

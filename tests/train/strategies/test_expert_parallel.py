@@ -71,7 +71,7 @@ def train(case: HostCase, world: World, steps: int) -> dict[str, Any]:
         world=world,
         host_of=case.host_of,
         chunks=case.chunks,
-        bucket_cap_mb=case.bucket_mb,
+        bucket_mb=case.bucket_mb,
         recompute=case.recompute and world.size > 1,
         sharding=case.sharding if world.size > 1 else "none",
     )
