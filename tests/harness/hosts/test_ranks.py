@@ -131,7 +131,7 @@ def test_ranks_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "from harness.hosts.ranks import start_ranks\n"
-        "from harness.hosts.test_ranks import hang_on_rank_2\n"
+        "from tests.harness.hosts.test_ranks import hang_on_rank_2\n"
         "import time\n"
         "if __name__ == '__main__':\n"
         "    with start_ranks(hang_on_rank_2, 3) as ranks:\n"
