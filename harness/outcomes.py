@@ -25,7 +25,8 @@ from orchestrator.plan.inventory.hardware import inventory
 
 ROOT = Path(__file__).resolve().parents[1]
 # The source that tests on a GPU run: other tests and the documents cannot change their outcome.
-_SOURCES = ("orchestrator/**/*.py", "benchmarks/**/*.py", "tests/gpu/**/*.py", "harness/**/*.py")
+_TREES = ("orchestrator", "experts", "harness", "benchmarks", "tests/gpu")
+_SOURCES = tuple(f"{tree}/**/*.py" for tree in _TREES)
 _VERSIONS = ("python", "torch", "cuda", "nccl", "ray")
 _LONGEST_MESSAGE = 4000
 

@@ -338,6 +338,7 @@ def check_kills(s3: ObjectServer, folder: Path, num_kills: int, seed: int) -> No
     assert sorted(runs.losses) == list(range(1, max(runs.losses) + 1))
 
 
+@pytest.mark.extended
 def test_three_kills_lose_nothing_that_was_acknowledged(s3: ObjectServer, tmp_path: Path) -> None:
     check_kills(s3, tmp_path, num_kills=3, seed=0)
 

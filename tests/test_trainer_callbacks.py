@@ -89,6 +89,7 @@ def test_a_run_calls_every_hook_in_order(tmp_path: Path) -> None:
     assert ("checkpoint", 6) in journal.calls
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("evaluate_every", [0, 2])
 def test_a_stop_asked_for_at_an_evaluation_takes_effect_there(tmp_path: Path, evaluate_every: int) -> None:
     config = settings(tmp_path / "run", max_steps=500, evaluate_every=evaluate_every)

@@ -59,6 +59,7 @@ def test_an_evaluation_that_does_not_fit_is_done_in_halves(tmp_path: Path) -> No
     assert means[0] == pytest.approx(means[1], rel=1e-6)
 
 
+@pytest.mark.extended
 def test_batch_size_auto_on_a_cpu_is_measured_once(tmp_path: Path) -> None:
     def batch_choice() -> dict[str, Any]:
         return json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]["batch_size"]
@@ -75,6 +76,7 @@ def test_batch_size_auto_on_a_cpu_is_measured_once(tmp_path: Path) -> None:
     assert resumed["rejected"] == []
 
 
+@pytest.mark.extended
 def test_activation_checkpointing_keeps_the_losses(tmp_path: Path) -> None:
     losses = []
     for switch in ("off", "on"):

@@ -101,6 +101,7 @@ def test_a_bad_number_in_a_stream_is_named_by_its_line(tmp_path: Path) -> None:
         trainer(settings(tmp_path, log_every=2, shuffle_buffer=32), source).fit()
 
 
+@pytest.mark.extended
 def test_batches_of_a_stream_are_measured_and_timed(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", 7)
     assert trainer(settings(tmp_path), source).bench(iterations=2)[0].batch_size == 16

@@ -46,6 +46,7 @@ PRELOAD = (
     "torch._dynamo",  # the first optimizer of a process imports it
     "torch.testing",
     "pytest",
+    "transformers.modeling_utils",
     "orchestrator.train.worker.build",
     "orchestrator.live.trackers.trackers",
     "harness.faults.interrupted",

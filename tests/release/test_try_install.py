@@ -41,6 +41,7 @@ def test_commands_of_the_installed_wheel_run_in_an_empty_folder(environment: Pat
     check_commands(environment, folder)
 
 
+@pytest.mark.extended
 def test_a_data_file_that_is_missing_is_noticed(environment: Path, tmp_path: Path) -> None:
     for template in environment.glob("lib/python*/site-packages/orchestrator/launch/templates/*"):
         template.unlink()

@@ -20,6 +20,7 @@ SEVEN_EXPERTS = shlex.split(
 )
 
 
+@pytest.mark.extended
 def test_three_workers_agree_with_the_training_in_one_process(
     shared_cluster: RayCluster, tmp_path: Path
 ) -> None:

@@ -169,6 +169,7 @@ def test_each_node_downloads_the_checkpoint_that_is_evaluated(cluster: RayCluste
     assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
+@pytest.mark.extended
 def test_a_run_folder_on_a_disk_that_nodes_do_not_share_is_refused(cluster: RayCluster) -> None:
     driver = start(cluster, "results/run1", *DATA_PARALLEL)
     output = finish_run(driver.process, code=2)

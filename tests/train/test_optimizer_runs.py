@@ -18,6 +18,7 @@ MODEL: dict[str, Any] = {"experts": 5, "expert_hidden_size": (4, 8, 4, 12, 8), "
 AVERAGED: dict[str, Any] = {"ema_decay": 0.9, "evaluate_ema": True, "learning_rate": 1e-3}
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     ("workers", "settings"),
     [
@@ -58,6 +59,7 @@ def test_adamw_in_8_bit_learns_as_adamw_does(tmp_path: Path) -> None:
     assert kinds == {"torch.uint8", "torch.float32"}
 
 
+@pytest.mark.extended
 def test_adamw_in_8_bit_goes_on_with_other_hosts(tmp_path: Path) -> None:
     """Where rounding differs, a code may be the next one: losses agree less closely than those of adamw."""
     on_hosts: dict[str, Any] = BYTES | {"parallel_strategy": "expert_parallel"}
@@ -77,6 +79,7 @@ def test_the_average_is_evaluated_if_asked(tmp_path: Path) -> None:
     assert average.progress.validation["loss"] > weights.progress.validation["loss"] + 1e-3
 
 
+@pytest.mark.extended
 def test_a_run_whose_experts_change_resumes_with_muon_and_its_average(tmp_path: Path) -> None:
     settings: dict[str, Any] = AVERAGED | {"optimizer": "muon", "max_steps": 170}
     first: dict[str, Any] = settings | {"max_steps": 100}

@@ -1,6 +1,4 @@
-"""Optimizers and averages of weights where hosts hold shards, other experts, or nothing that is trained.
-
-The runs of a test share their processes, which take longer to start than these few steps."""
+"""Optimizers and averages of weights where hosts hold shards, other experts, or nothing that is trained."""
 
 from __future__ import annotations
 
@@ -107,16 +105,14 @@ class Case:
 
 
 def run_on_hosts(
-    rank: int, size: int, store: str, cases: Mapping[str, Case], folder: Path, changed: Mapping[str, Any]
+    rank: int, size: int, store: str, case: Case, run_dir: Path, changed: Mapping[str, Any]
 ) -> None:
-    # Experts this small would win less than a change takes. The process ends with the runs.
+    # Experts this small would win less than a change takes. The process ends with the run.
     build_evolution.CHANGE_SECONDS = 0.0
-    for name, case in cases.items():
-        settings: dict[str, Any] = {**SETTINGS, **case.strategy, **case.settings, **changed}
-        settings |= {"workers": size, "batch_size": -(-settings["global_batch_size"] // size)}
-        path = file_store(f"{store}-{name.replace(' ', '_')}", size)
-        with process_group_world(path, rank, size, torch.device("cpu"), "gloo", 30) as world:
-            run(world, case.task, folder / name, settings)
+    settings: dict[str, Any] = {**SETTINGS, **case.strategy, **case.settings, **changed}
+    settings |= {"workers": size, "batch_size": -(-settings["global_batch_size"] // size)}
+    with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
+        run(world, case.task, run_dir, settings)
 
 
 def run(world: World, task: Tiny, run_dir: Path, settings: Mapping[str, Any]) -> None:
@@ -147,10 +143,10 @@ def assert_as_in_one_process(case: Case, run_dir: Path, tmp_path: Path, steps: i
     assert is_averaged == ("ema_decay" in case.settings)
 
 
-def run_in_two_parts(cases: Mapping[str, Case], folder: Path, parts: Mapping[int, int]) -> None:
-    """Run the cases on some hosts, and further on another number: ``parts`` are the last steps by hosts."""
+def run_in_two_parts(case: Case, run_dir: Path, parts: Mapping[int, int]) -> None:
+    """Run a case on some hosts, and further on another number: ``parts`` are the last steps by hosts."""
     for hosts, last_step in parts.items():
-        run_ranks(run_on_hosts, hosts, cases, folder, {"max_steps": last_step, "resume": "auto"})
+        run_ranks(run_on_hosts, hosts, case, run_dir, {"max_steps": last_step, "resume": "auto"})
 
 
 SIZES = ((8, 8, 12, 8), (8, 12, 8))
@@ -177,18 +173,12 @@ SHARDED = {
 }
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sharded")
-    run_in_two_parts(SHARDED, folder, {2: 3, 3: 5})
-    return folder
-
-
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", SHARDED)
-def test_a_run_with_shards_and_an_average_equals_one_process(
-    name: str, sharded: Path, tmp_path: Path
-) -> None:
-    assert_as_in_one_process(SHARDED[name], sharded / name, tmp_path, steps=5)
+def test_a_run_with_shards_and_an_average_equals_one_process(name: str, tmp_path: Path) -> None:
+    on_hosts = tmp_path / "hosts"
+    run_in_two_parts(SHARDED[name], on_hosts, {2: 3, 3: 5})
+    assert_as_in_one_process(SHARDED[name], on_hosts, tmp_path, steps=5)
 
 
 ONE_LAYER: dict[str, Any] = {"top_k": 1, "samples": 600}
@@ -215,21 +205,14 @@ TWO_EXPERTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def on_three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("two-experts")
-    run_in_two_parts(TWO_EXPERTS, folder, {3: 10, 2: 12})
-    return folder
-
-
 @pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", TWO_EXPERTS)
-def test_a_run_with_a_host_without_experts_equals_one_process(
-    name: str, on_three_hosts: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_a_host_without_experts_equals_one_process(name: str, tmp_path: Path) -> None:
     """The third of three hosts has none at first, and a copy later where experts are balanced."""
     case = TWO_EXPERTS[name]
-    assert_as_in_one_process(case, on_three_hosts / name, tmp_path, steps=12)
-    changes = of_kind(read_events(on_three_hosts / name / "events.jsonl"), "expert")
+    on_hosts = tmp_path / "hosts"
+    run_in_two_parts(case, on_hosts, {3: 10, 2: 12})
+    assert_as_in_one_process(case, on_hosts, tmp_path, steps=12)
+    changes = of_kind(read_events(on_hosts / "events.jsonl"), "expert")
     is_copied = any(2 in hosts for change in changes for hosts in change["hosts"])
     assert is_copied == ("rebalance" in case.strategy)

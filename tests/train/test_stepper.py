@@ -96,6 +96,7 @@ def test_accumulation_is_exact_in_fp64(task: type, micro_batch: int, global_batc
         torch.testing.assert_close(split.strategy.model.get_parameter(name), parameter, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("task", [Digits, Text])
 def test_accumulation_is_exact_in_fp32(task: type) -> None:
     """64 × 1 equals 16 × 4 in one step from equal weights, balance loss on, and in 50 free-running steps.
@@ -171,6 +172,7 @@ def test_power_of_two() -> None:
 # --- out of memory
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_step_halved_by_out_of_memory_has_the_same_result(in_backward: bool) -> None:
     plain, feed = make_stepper(DoubleDigits(UNEVEN_EXPERTS), 32, 64)
@@ -185,6 +187,7 @@ def test_a_step_halved_by_out_of_memory_has_the_same_result(in_backward: bool) -
     assert sizes == [(32, 16), (16, 8)]
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_halved_step_draws_the_same_gate_jitter(in_backward: bool) -> None:
     """The noise of a token depends on its position in the global batch, in whichever pass it is computed.
@@ -214,6 +217,7 @@ def assert_same_steps(totals: list[Totals], expected: list[Totals]) -> None:
     assert loads_of(totals) == loads_of(expected)
 
 
+@pytest.mark.extended
 def test_the_micro_batch_grows_back() -> None:
     events = Events()
     task = OutOfMemory(Digits(UNEVEN_EXPERTS), max_samples=4, calls=range(1, 2))

@@ -85,6 +85,7 @@ def test_a_trace_of_few_blocks_has_the_operations_of_all(
         assert counts(few.before_wait) == counts(whole.before_wait)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_facts_of_few_blocks_are_those_of_all(
     device: str, traced_blocks: list[int], monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ class Watch(Callback):
 """
 
 
+@pytest.mark.extended
 def test_callbacks_keep_their_state_when_the_main_host_is_lost(
     shared_cluster: RayCluster, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ POINTS: list[dict[str, Any]] = [{"batch_size": 25}, {"workers": 9}, {"top_k": 5}
 REASONS = ("9", "top_k is 5 but there are only 3 experts", "more than the 7,190")
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_killed_sweep_continues_from_its_ledger(shared_cluster: RayCluster, tmp_path: Path) -> None:

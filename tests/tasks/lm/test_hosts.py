@@ -18,6 +18,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return lm_config(tmp_path_factory.mktemp("lm"), precision="fp32")
 
 
+@pytest.mark.extended
 def test_two_hosts_that_recompute_have_the_losses_of_a_plain_process(config: Config) -> None:
     expected = train_lm(config, World.single_process())
     recomputed = config.but(activation_checkpointing="on")

@@ -86,6 +86,7 @@ def test_a_config_that_was_changed_later_changes_nothing(tmp_path: Path) -> None
     assert len(losses(run)) == STEPS
 
 
+@pytest.mark.extended
 def test_without_a_checkpoint_the_weights_are_read_or_missed(tmp_path: Path) -> None:
     config = lm_config(tmp_path)
     folder = Path(str(config.model.model))

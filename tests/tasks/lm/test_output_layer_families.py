@@ -24,7 +24,7 @@ def test_adapters_and_recomputed_blocks_have_the_gradients_of_whole_logits(name:
     assert_equal(*train_both(Case(name, recompute=True), World.single_process()))
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "cases",
     [

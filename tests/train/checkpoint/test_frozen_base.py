@@ -96,6 +96,7 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     return by_expert(model, {name: p for name, p in model.named_parameters() if p.requires_grad})
 
 
+@pytest.mark.extended
 def test_one_process_continues_from_the_snapshots_of_three_hosts() -> None:
     hosts = run_ranks(snapshot_of_a_step, 3)
     contents = merge_all([snapshot for snapshot, _ in hosts])

@@ -120,7 +120,7 @@ def test_a_text_that_the_tokenizer_or_the_template_refuses_is_named(config: Conf
         find_prompts(task, GenerationOptions(("hello",)))
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_hosts_generate_as_one_process_does(config: Config, hosts: int) -> None:
     expected = train_lm(config, World.single_process(), PROMPTS)

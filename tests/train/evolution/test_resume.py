@@ -78,6 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.extended
 def test_experts_change_before_an_evaluation_of_the_same_step(whole: Path) -> None:
     """So that the metrics are those of the experts that a checkpoint of this step holds."""
     events = read_events(whole / "events.jsonl")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +30,38 @@ from orchestrator.errors import UserError
 from orchestrator.train.export.adapters import AdaptedModel, export_adapters, export_merged
 from orchestrator.train.export.weights import ExportForm
 
+Folder = Callable[[str], Path]
+"""Gives a folder with the model of a family, and a checkpoint of three hosts with uneven numbers of experts.
+
+Both are made when they are first asked for."""
+
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders of all families, and checkpoints of three hosts with uneven numbers of experts."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     folder = tmp_path_factory.mktemp("adapters")
-    for name in FAMILIES:
+
+    @cache
+    def made(name: str) -> Path:
         save_model_folder(folder / "models" / name, name)
-    trained = (list(FAMILIES), str(folder / "runs"), str(folder / "models"))
-    run_ranks(save_families, 3, *trained, timeout=300.0)
-    return folder
+        run_ranks(save_families, 3, [name], str(folder / "runs"), str(folder / "models"))
+        return folder
+
+    return made
 
 
-def adapted_model(folder: Path, name: str) -> AdaptedModel:
-    model = folder / "models" / name
+def adapters_of(folder: Folder, name: str) -> Path:
+    return checkpoint_of(folder(name) / "runs", name)
+
+
+def adapted_model(folder: Folder, name: str) -> AdaptedModel:
+    model = folder(name) / "models" / name
     return AdaptedModel(OPTIONS, str(model), model, model)
 
 
-def merged(folder: Path, name: str, target: Path, **options: Any) -> Path:
+def merged(folder: Folder, name: str, target: Path, **options: Any) -> Path:
     settings: dict[str, Any] = {"shard_bytes": 9000, **options}
     form = ExportForm(**settings)
-    checkpoint = checkpoint_of(folder / "runs", name)
+    checkpoint = adapters_of(folder, name)
     export_merged(checkpoint, adapted_model(folder, name), target, form, lambda done, total: None)
     return target
 
@@ -65,12 +78,12 @@ def logits(model: Any) -> Tensor:
 @pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_merged_model_computes_what_the_adapters_do_beside_theirs(
-    name: str, folder: Path, tmp_path: Path
+    name: str, folder: Folder, tmp_path: Path
 ) -> None:
     import peft
 
     model = adapted_model(folder, name)
-    export_adapters(checkpoint_of(folder / "runs", name), model, tmp_path / "adapters", ExportForm())
+    export_adapters(adapters_of(folder, name), model, tmp_path / "adapters", ExportForm())
     base = logits(loaded(model.folder))
     beside = logits(peft.PeftModel.from_pretrained(loaded(model.folder), tmp_path / "adapters"))
     torch.testing.assert_close(
@@ -80,10 +93,10 @@ def test_a_merged_model_computes_what_the_adapters_do_beside_theirs(
     assert tensor_names(tmp_path / "merged") == tensor_names(model.folder)
 
 
-def test_a_folder_of_adapters_has_the_tokenizer_and_names_its_model(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_adapters_has_the_tokenizer_and_names_its_model(folder: Folder, tmp_path: Path) -> None:
     model = adapted_model(folder, "Qwen3-MoE")
     target = tmp_path / "adapters"
-    result = export_adapters(checkpoint_of(folder / "runs", "Qwen3-MoE"), model, target, ExportForm("bf16"))
+    result = export_adapters(adapters_of(folder, "Qwen3-MoE"), model, target, ExportForm("bf16"))
     names = {path.name for path in target.iterdir()}
     assert names >= {ADAPTER_FILE, "adapter_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert "config.json" not in names
@@ -94,14 +107,14 @@ def test_a_folder_of_adapters_has_the_tokenizer_and_names_its_model(folder: Path
     assert result.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_a_merged_model_is_written_in_the_type_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+def test_a_merged_model_is_written_in_the_type_that_is_asked_for(folder: Folder, tmp_path: Path) -> None:
     target = merged(folder, "Mixtral", tmp_path / "merged", dtype="bf16")
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     assert model.dtype == torch.bfloat16
 
 
-def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(folder / "runs", "Qwen3-MoE")
+def test_weights_of_another_model_are_refused(folder: Folder, tmp_path: Path) -> None:
+    checkpoint = adapters_of(folder, "Qwen3-MoE")
     other = save_model_folder(tmp_path / "other", "Qwen3-MoE", torch.bfloat16)
     model = AdaptedModel(OPTIONS, "other", other, other)
     with pytest.raises(UserError, match=r"other holds other weights than those that the adapters .* trained"):
@@ -109,8 +122,8 @@ def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> N
     assert not (tmp_path / "merged").exists()
 
 
-def test_adapters_of_random_weights_are_exported_merged_alone(folder: Path, tmp_path: Path) -> None:
-    contents = load(checkpoint_of(folder / "runs", "Qwen3-MoE"))
+def test_adapters_of_random_weights_are_exported_merged_alone(folder: Folder, tmp_path: Path) -> None:
+    contents = load(adapters_of(folder, "Qwen3-MoE"))
     store = CheckpointStore(tmp_path / "checkpoints")
     state = {**contents.state, "frozen_base": None}
     checkpoint = save_checkpoint(store, 2, type(contents)(contents.tensors, state))
@@ -121,14 +134,14 @@ def test_adapters_of_random_weights_are_exported_merged_alone(folder: Path, tmp_
 
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_an_adapter_on_a_tied_output_is_not_lost_in_silence(
-    folder: Path, tmp_path: Path, is_stored: bool
+    folder: Folder, tmp_path: Path, is_stored: bool
 ) -> None:
     base = save_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
     weights = load_file(base / SINGLE_FILE)
     embedding = weights["model.embed_tokens.weight"]
     if is_stored:
         save_file({**weights, "lm_head.weight": embedding.clone()}, base / SINGLE_FILE)
-    contents = load(checkpoint_of(folder / "runs", "Qwen3-MoE"))
+    contents = load(adapters_of(folder, "Qwen3-MoE"))
     adapters = {
         "lm_head.lora_A.default.weight": torch.ones(3, embedding.shape[1]),
         "lm_head.lora_B.default.weight": torch.ones(len(embedding), 3),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,32 @@ from orchestrator.train.export import folder as export_folder
 from orchestrator.train.export.weights import ExportForm, export_checkpoint
 from orchestrator.train.group.world import World
 
+Trained = Callable[[str], Path]
+"""Gives the checkpoint of a family, which is trained when it is first asked for."""
+
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("one")
-    for name in FAMILIES:
+
+    @cache
+    def trained(name: str) -> Path:
         save_trained(balanced_task(name), World.single_process(), folder / name)
-    return folder
+        return checkpoint_of(folder, name)
+
+    return trained
 
 
 @pytest.fixture(scope="module")
-def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("three")
-    run_ranks(save_families, 3, list(FAMILIES), str(folder), timeout=300.0)
-    return folder
+
+    @cache
+    def trained(name: str) -> Path:
+        run_ranks(save_families, 3, [name], str(folder))
+        return checkpoint_of(folder, name)
+
+    return trained
 
 
 def exported(checkpoint: Path, folder: Path, name: str, **options: Any) -> Path:
@@ -74,8 +87,8 @@ def trained_weights(checkpoint: Path, name: str) -> dict[str, Tensor]:
 def test_an_export_has_the_trained_weights(
     name: str, hosts: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    saved: Path = request.getfixturevalue("one_process" if hosts == 1 else "three_hosts")
-    checkpoint = checkpoint_of(saved, name)
+    trained: Trained = request.getfixturevalue("one_process" if hosts == 1 else "three_hosts")
+    checkpoint = trained(name)
     target = exported(checkpoint, tmp_path, name)
     loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64, experts_implementation="eager")
     state = loaded.state_dict()
@@ -90,9 +103,9 @@ def test_an_export_has_the_trained_weights(
 
 @pytest.mark.parametrize("name", BIASED_FAMILIES)
 def test_an_export_has_the_routing_biases_that_balanced_the_experts(
-    name: str, three_hosts: Path, tmp_path: Path
+    name: str, three_hosts: Trained, tmp_path: Path
 ) -> None:
-    target = exported(checkpoint_of(three_hosts, name), tmp_path, name)
+    target = exported(three_hosts(name), tmp_path, name)
     loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).state_dict()
     initial = biases_of(build(name))
     moves = torch.stack([(loaded[key].double() - bias_E) / BIAS_RATE for key, bias_E in initial.items()])
@@ -100,8 +113,8 @@ def test_an_export_has_the_routing_biases_that_balanced_the_experts(
     assert float(moves.abs().max().round()) == 2
 
 
-def test_the_logits_are_those_of_the_trained_model(one_process: Path, tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(one_process, "Qwen3-MoE")
+def test_the_logits_are_those_of_the_trained_model(one_process: Trained, tmp_path: Path) -> None:
+    checkpoint = one_process("Qwen3-MoE")
     target = exported(checkpoint, tmp_path, "Qwen3-MoE")
     load_eager = partial(
         AutoModelForCausalLM.from_pretrained, dtype=torch.float64, experts_implementation="eager"
@@ -112,8 +125,8 @@ def test_the_logits_are_those_of_the_trained_model(one_process: Path, tmp_path: 
     assert torch.equal(load_eager(target)(input_ids=ids).logits, trained(input_ids=ids).logits)
 
 
-def test_the_folder_has_the_small_files_of_the_model(one_process: Path, tmp_path: Path) -> None:
-    target = exported(checkpoint_of(one_process, "Mixtral"), tmp_path, "Mixtral", dtype="bf16")
+def test_the_folder_has_the_small_files_of_the_model(one_process: Trained, tmp_path: Path) -> None:
+    target = exported(one_process("Mixtral"), tmp_path, "Mixtral", dtype="bf16")
     names = {path.name for path in target.iterdir() if path.suffix == ".json"}
     expected = ["config", "generation_config", "model.safetensors.index", "tokenizer", "tokenizer_config"]
     assert names == {f"{name}.json" for name in expected}
@@ -124,14 +137,14 @@ def test_the_folder_has_the_small_files_of_the_model(one_process: Path, tmp_path
     assert index["weight_map"].keys() == tensor_names(target)
 
 
-def test_a_small_model_is_one_file_without_an_index(one_process: Path, tmp_path: Path) -> None:
-    target = exported(checkpoint_of(one_process, "Mixtral"), tmp_path, "Mixtral", shard_bytes=10**9)
+def test_a_small_model_is_one_file_without_an_index(one_process: Trained, tmp_path: Path) -> None:
+    target = exported(one_process("Mixtral"), tmp_path, "Mixtral", shard_bytes=10**9)
     assert [path.name for path in target.glob("model*")] == ["model.safetensors"]
     AutoModelForCausalLM.from_pretrained(target)
 
 
-def test_the_type_is_that_of_the_config_unless_one_is_asked_for(one_process: Path, tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(one_process, "DeepSeek-V3")
+def test_the_type_is_that_of_the_config_unless_one_is_asked_for(one_process: Trained, tmp_path: Path) -> None:
+    checkpoint = one_process("DeepSeek-V3")
     source = save_model_folder(tmp_path / "source", "DeepSeek-V3", torch.bfloat16)
     for asked, expected in ((None, torch.bfloat16), ("fp32", torch.float32)):
         target = tmp_path / f"as {asked}"
@@ -143,19 +156,19 @@ def test_the_type_is_that_of_the_config_unless_one_is_asked_for(one_process: Pat
 
 
 def test_large_tensors_are_copied_in_pieces(
-    one_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_process: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "_PIECE_BYTES", 100)
-    checkpoint = checkpoint_of(one_process, "GPT-OSS")
+    checkpoint = one_process("GPT-OSS")
     target = exported(checkpoint, tmp_path, "GPT-OSS", dtype="fp32")
     state = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).state_dict()
     for key, tensor in trained_weights(checkpoint, "GPT-OSS").items():
         assert torch.equal(state[key], tensor.to(state[key].dtype)), key
 
 
-def test_the_average_of_the_weights_is_exported_on_request(one_process: Path, tmp_path: Path) -> None:
+def test_the_average_of_the_weights_is_exported_on_request(one_process: Trained, tmp_path: Path) -> None:
     name = "Qwen3-MoE"
-    contents = load(checkpoint_of(one_process, name))
+    contents = load(one_process(name))
     averages = {f"ema/{key}": tensor + 1 for key, tensor in contents.tensors["model"].items()}
     tensors = {**contents.tensors, "optimizer": {**contents.tensors["optimizer"], **averages}}
     store = CheckpointStore(tmp_path / "checkpoints")
@@ -166,19 +179,19 @@ def test_the_average_of_the_weights_is_exported_on_request(one_process: Path, tm
         assert torch.equal(loaded[key], tensor + 1), key
 
 
-def test_an_average_that_is_not_there_is_refused(one_process: Path, tmp_path: Path) -> None:
+def test_an_average_that_is_not_there_is_refused(one_process: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the checkpoint has no average of the weights"):
-        exported(checkpoint_of(one_process, "Mixtral"), tmp_path, "Mixtral", averaged=True)
+        exported(one_process("Mixtral"), tmp_path, "Mixtral", averaged=True)
 
 
-def test_a_checkpoint_of_another_model_is_refused(one_process: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(one_process: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"checkpoint has no .* of GptOssForCausalLM: it is of another model"):
-        exported(checkpoint_of(one_process, "Qwen3-MoE"), tmp_path, "GPT-OSS")
+        exported(one_process("Qwen3-MoE"), tmp_path, "GPT-OSS")
     assert not (tmp_path / "exported").exists()
 
 
-def test_a_checkpoint_of_adapters_is_refused(one_process: Path, tmp_path: Path) -> None:
-    contents = load(checkpoint_of(one_process, "Mixtral"))
+def test_a_checkpoint_of_adapters_is_refused(one_process: Trained, tmp_path: Path) -> None:
+    contents = load(one_process("Mixtral"))
     adapter = {"model.layers.0.mlp.experts.hosted.bank.0.up_lora_a": torch.ones(2, 2)}
     tensors = {**contents.tensors, "model": adapter}
     store = CheckpointStore(tmp_path / "checkpoints")
@@ -188,9 +201,9 @@ def test_a_checkpoint_of_adapters_is_refused(one_process: Path, tmp_path: Path) 
     assert not (tmp_path / "exported").exists()
 
 
-def test_a_damaged_checkpoint_is_never_exported(one_process: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_never_exported(one_process: Trained, tmp_path: Path) -> None:
     copy = tmp_path / "step_00000002"
-    shutil.copytree(checkpoint_of(one_process, "Mixtral"), copy)
+    shutil.copytree(one_process("Mixtral"), copy)
     path = next(copy.glob("model_*.safetensors"))
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
@@ -200,18 +213,18 @@ def test_a_damaged_checkpoint_is_never_exported(one_process: Path, tmp_path: Pat
     assert not (tmp_path / "exported").exists()
 
 
-def test_a_folder_with_files_is_not_overwritten(one_process: Path, tmp_path: Path) -> None:
+def test_a_folder_with_files_is_not_overwritten(one_process: Trained, tmp_path: Path) -> None:
     (tmp_path / "exported").mkdir()
     (tmp_path / "exported" / "mine.txt").write_text("kept")
     with pytest.raises(UserError, match="exported exists and is not empty; choose another folder"):
-        exported(checkpoint_of(one_process, "Mixtral"), tmp_path, "Mixtral")
+        exported(one_process("Mixtral"), tmp_path, "Mixtral")
     assert [path.name for path in (tmp_path / "exported").iterdir()] == ["mine.txt"]
 
 
 def test_an_export_that_was_killed_leaves_no_folder_and_is_done_again(
-    one_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_process: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = checkpoint_of(one_process, "Mixtral")
+    checkpoint = one_process("Mixtral")
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
@@ -227,10 +240,10 @@ def test_an_export_that_was_killed_leaves_no_folder_and_is_done_again(
     assert {path.name for path in tmp_path.iterdir()} == {"source", "exported"}
 
 
-def test_progress_ends_with_all_bytes(one_process: Path, tmp_path: Path) -> None:
+def test_progress_ends_with_all_bytes(one_process: Trained, tmp_path: Path) -> None:
     source = save_model_folder(tmp_path / "source", "Mixtral")
     seen: list[tuple[int, int]] = []
-    checkpoint = checkpoint_of(one_process, "Mixtral")
+    checkpoint = one_process("Mixtral")
     export_checkpoint(
         checkpoint, source, tmp_path / "out", ExportForm(), lambda done, total: seen.append((done, total))
     )
@@ -239,8 +252,8 @@ def test_progress_ends_with_all_bytes(one_process: Path, tmp_path: Path) -> None
     assert seen[-1][0] == seen[-1][1] > 0
 
 
-def test_each_thread_reads_with_a_file_of_its_own(one_process: Path) -> None:
-    checkpoint = checkpoint_of(one_process, "Mixtral")
+def test_each_thread_reads_with_a_file_of_its_own(one_process: Trained) -> None:
+    checkpoint = one_process("Mixtral")
     expected = load(checkpoint).tensors["model"]
     before = len(os.listdir("/proc/self/fd"))
     with CheckpointWeights(checkpoint) as weights, ThreadPoolExecutor(4) as pool:

@@ -61,6 +61,7 @@ def test_workers_are_exact_in_fp64(case: WorkerCase) -> None:
     assert_workers_equal_one_process(case)
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     ("task", "workers", "micro_batch", "global_batch"),
     [(Digits, 2, 32, 64), (Digits, 3, 8, 64), (Text, 4, 4, 16)],

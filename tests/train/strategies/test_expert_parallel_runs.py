@@ -54,6 +54,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.extended(but_first=3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_on_hosts_equals_one_process(
     tmp_path: Path, reference: tuple[Path, list[Event]], name: str
@@ -87,6 +88,7 @@ def assert_checkpoints_equal(run_dir: Path, reference_dir: Path) -> None:
     assert saved.state["optimizer"]["groups"] == expected.state["optimizer"]["groups"]
 
 
+@pytest.mark.extended
 def test_a_checkpoint_of_a_sharded_dense_part_resumes_with_any_sharding(
     tmp_path: Path, reference: tuple[Path, list[Event]]
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_checkpoint_of_hosts_resumes_on_other_hosts_placements_and_strategies(
     assert of_kind(events, "placement")[-1]["layers"][0]["host_of"] == [1, 1, 0, 1, 1]
 
 
+@pytest.mark.extended
 def test_a_deterministic_run_resumes_to_the_bit_with_its_placement(tmp_path: Path) -> None:
     settings: dict[str, Any] = EXPERT_PARALLEL | {"deterministic": True}
     uninterrupted = train(tmp_path / "uninterrupted", 2, max_steps=12, **settings)
@@ -143,6 +146,7 @@ def test_a_deterministic_run_resumes_to_the_bit_with_its_placement(tmp_path: Pat
     assert norms == [event["grad_norm"] for event in by_step(uninterrupted)]
 
 
+@pytest.mark.extended
 def test_more_hosts_get_a_new_placement(tmp_path: Path) -> None:
     train(tmp_path / "run", 2, max_steps=4, **EXPERT_PARALLEL)
     events = train(tmp_path / "run", 4, max_steps=8, resume="auto", **EXPERT_PARALLEL)

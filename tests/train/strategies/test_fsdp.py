@@ -27,6 +27,7 @@ def test_sharded_workers_are_exact_in_fp64(case: WorkerCase) -> None:
     assert_workers_equal_one_process(case)
 
 
+@pytest.mark.extended
 def test_sharded_workers_are_exact_in_fp32() -> None:
     config = UNEVEN_EXPERTS.but(balance_loss=0.01)
     case = WorkerCase(Digits, 2, 8, 64, sharding="zero3", steps=50, config=config)

@@ -68,6 +68,7 @@ def test_the_search_begins_with_the_estimate_of_the_planned_run(monkeypatch: pyt
     assert found[0] < largest(facts)
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     ("settings", "passes"),
     [

@@ -104,6 +104,7 @@ def test_one_process_repeats_the_evaluation_of_the_training_to_the_bit(trained: 
         assert result[name] == expected[name]
 
 
+@pytest.mark.extended
 def test_every_step_of_changing_experts_is_repeated_to_the_bit(evolved: Path) -> None:
     """Born experts are in their warm-up at some of the steps."""
     expected = evaluations(evolved)
@@ -185,6 +186,7 @@ def test_damage_is_found_on_all_workers(trained: Path, tmp_path: Path) -> None:
         evaluate(damaged)
 
 
+@pytest.mark.extended
 def test_a_compiled_model_leaves_the_settings_of_torch_as_they_were(
     trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,15 +45,14 @@ def peft_run(name: str) -> LoraRun:
 
 
 @cache
-def on_hosts() -> list[dict[str, LoraRun]]:
-    """All families on three hosts, in one start of processes."""
-    return run_ranks(lora_on_hosts, 3, list(FAMILIES), timeout=300.0)
+def on_hosts(name: str) -> list[dict[str, LoraRun]]:
+    return run_ranks(lora_on_hosts, 3, [name])
 
 
 def runs(name: str, hosts: int) -> list[LoraRun]:
     if hosts == 1:
         return [train_lora(name, World.single_process())]
-    return [ranks[name] for ranks in on_hosts()]
+    return [ranks[name] for ranks in on_hosts(name)]
 
 
 @pytest.mark.extended(but_first=3)
