@@ -35,7 +35,7 @@ BackupKey = tuple[int, int, int]
 class HostedWork(Protocol):
     """Work that a host does in segments, such as a number of training steps."""
 
-    def advance(self, segment: Any) -> Any: ...
+    def run_segment(self, segment: Any) -> Any: ...
 
 
 SnapshotParts = tuple[Any, Any, Any]
@@ -142,7 +142,7 @@ class ExpertHost:
                 self._context.membership.leave()
         self._work = self._stack.enter_context(start(self._context, *arguments))
 
-    def advance(self, segment: Any) -> Any:
+    def run_segment(self, segment: Any) -> Any:
         """Work for one segment. Return the result of the work.
 
         Return None at once if an earlier segment has failed: this one was granted before that."""
@@ -150,7 +150,7 @@ class ExpertHost:
             return None
         try:
             self._context.membership.check()
-            return self._work.advance(segment)
+            return self._work.run_segment(segment)
         except BaseException:
             # Closing the work finishes what it writes in the background, such as a checkpoint.
             self._work = None

@@ -31,7 +31,7 @@ def record_steps(folder: Path) -> None:
     """Make this process write a line for each segment: the times of its steps, begin and end."""
     steps: list[tuple[float, float]] = []
     train_step = Loop._train_step
-    advance = Loop.advance
+    run_steps = Loop.run_steps
 
     def timed_step(loop: Loop, batch: Any) -> Tensor | None:
         begun = time.time()
@@ -39,16 +39,16 @@ def record_steps(folder: Path) -> None:
         steps.append((begun, time.time()))
         return votes
 
-    def timed_advance(loop: Loop, *arguments: Any) -> Any:
+    def timed_steps(loop: Loop, *arguments: Any) -> Any:
         try:
-            return advance(loop, *arguments)
+            return run_steps(loop, *arguments)
         finally:
             with (folder / f"steps-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(steps) + "\n")
             steps.clear()
 
     Loop._train_step = timed_step  # pyrefly: ignore[bad-assignment]
-    Loop.advance = timed_advance  # pyrefly: ignore[bad-assignment]
+    Loop.run_steps = timed_steps  # pyrefly: ignore[bad-assignment]
 
 
 class Paced(Task):

@@ -153,7 +153,7 @@ def moved_share(before: Placement, after: Placement) -> float:
 class IdleWorker:
     """Work that is done at once."""
 
-    def advance(self, segment: int) -> int:
+    def run_segment(self, segment: int) -> int:
         return segment
 
 
@@ -213,7 +213,8 @@ def start_up_to(count: int, actors: list[Any]) -> tuple[list[object], float]:
     actors += started
     actor_bytes = (own_bytes() - bytes_before) / num_new
     rounds = [
-        _timed(lambda: ray.get([actor.advance.remote(1) for actor in actors]), 1) for _ in range(CALL_ROUNDS)
+        _timed(lambda: ray.get([actor.run_segment.remote(1) for actor in actors]), 1)
+        for _ in range(CALL_ROUNDS)
     ]
     cells = [
         f"{seconds:.1f}",

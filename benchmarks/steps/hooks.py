@@ -170,7 +170,7 @@ def block_seconds(loop: Loop, num_steps: int) -> float:
     """Train a block, and return its time."""
     device = loop.stepper.world.device
     begun_s = perf_counter()
-    loop.advance(num_steps)
+    loop.run_steps(num_steps)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter() - begun_s

@@ -120,7 +120,7 @@ def snapshot_worker(services: Any, gigabytes: float, rounds: int) -> Iterator[An
         return perf_counter() - begun
 
     class SnapshotWorker:
-        def advance(self, _: Any) -> tuple[list[float], list[float], list[float]]:
+        def run_segment(self, _: Any) -> tuple[list[float], list[float], list[float]]:
             """Return the seconds of usual steps, of steps while buffers are prepared, and of each
             snapshot."""
             usual = [compute() for _ in range(10)]
@@ -169,7 +169,7 @@ def on_gpu(arguments: argparse.Namespace) -> str:
         del newest
 
     threading.Thread(target=fetch, daemon=True).start()
-    usual, preparing, stalls = ray.get(host.advance.remote(None))
+    usual, preparing, stalls = ray.get(host.run_segment.remote(None))
     is_over.set()
     ray.kill(host)
     ray.shutdown()

@@ -237,7 +237,7 @@ class FakeRun:
         """Finish the oldest open call of a name on these hosts, or on all members.
 
         For a segment, ``result`` is its (status, step) or (status, step, seconds), or an error."""
-        if name == "advance" and isinstance(result, tuple):
+        if name == "run_segment" and isinstance(result, tuple):
             result = SegmentResult(*result)
         for host_id in host_ids or self.state.members:
             self.pool.actor(host_id).finish(name, result)

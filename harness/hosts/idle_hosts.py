@@ -48,8 +48,8 @@ class IdlePool:
         ]
         ray.get(calls)
 
-    def advance(self, action: str, step: int, *host_ids: int) -> list[Any]:
-        return ray.get([self.actor(host_id).advance.remote((action, step)) for host_id in host_ids])
+    def run_segment(self, action: str, step: int, *host_ids: int) -> list[Any]:
+        return ray.get([self.actor(host_id).run_segment.remote((action, step)) for host_id in host_ids])
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class IdleWorker:
         self._rank = rank
         self._size = size
 
-    def advance(self, segment: tuple[str, int]) -> Any:
+    def run_segment(self, segment: tuple[str, int]) -> Any:
         action, step = segment
         if action == "wait":
             self._context.membership.wait_until(lambda: False)

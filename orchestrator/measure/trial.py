@@ -160,7 +160,7 @@ class ThroughputTrial:
                     "try smaller steps"
                 )
 
-    def advance(self, part: float) -> TrialResult:
+    def run_part(self, part: float) -> TrialResult:
         """Continue for at most this part of the limits, or until the trial is done."""
         if not self._block_steps:
             self._warm_up()

@@ -38,9 +38,9 @@ def test_a_host_puts_two_snapshots_and_waits_with_the_third(pool: IdlePool) -> N
     pool.join(0, 0)
     host = pool.actor(0)
     first = host.next_snapshot.remote()  # before there is any
-    assert pool.advance("put", 1, 0) == [1]
-    assert pool.advance("put", 2, 0) == [2], "the first is being fetched"
-    third = host.advance.remote(("put", 3))
+    assert pool.run_segment("put", 1, 0) == [1]
+    assert pool.run_segment("put", 2, 0) == [2], "the first is being fetched"
+    third = host.run_segment.remote(("put", 3))
     assert ray.wait([third], timeout=0.5)[0] == [], "the mailbox is full"
     second = host.next_snapshot.remote()
     assert ray.get(third) == 3
@@ -52,7 +52,7 @@ def test_a_host_puts_two_snapshots_and_waits_with_the_third(pool: IdlePool) -> N
 def test_a_host_leaves_its_group_while_it_waits(pool: IdlePool) -> None:
     host = pool.actor(0)
     pool.join(4, 0)
-    call = host.advance.remote(("wait", 0))
+    call = host.run_segment.remote(("wait", 0))
     ray.get(host.leave.remote(3))
     assert ray.wait([call], timeout=0.3)[0] == [], "an earlier generation is another group"
     ray.get(host.leave.remote(4))
@@ -60,21 +60,21 @@ def test_a_host_leaves_its_group_while_it_waits(pool: IdlePool) -> None:
         ray.get(call)
     assert isinstance(caught.value.cause, GroupLeft)
     pool.join(5, 0)
-    assert pool.advance("go on", 7, 0) == [7], "the same process works in a new group"
+    assert pool.run_segment("go on", 7, 0) == [7], "the same process works in a new group"
 
 
 def test_a_host_leaves_its_group_while_the_mailbox_is_full(pool: IdlePool) -> None:
     pool.join(10, 0)
-    pool.advance("put", 1, 0)
+    pool.run_segment("put", 1, 0)
     host = pool.actor(0)
-    call = host.advance.remote(("put", 2))
+    call = host.run_segment.remote(("put", 2))
     assert ray.wait([call], timeout=0.2)[0] == []
     ray.get(host.leave.remote(10))
     with pytest.raises(RayTaskError):
         ray.get(call)
     header, _, _ = host.next_snapshot.remote()
     pool.join(11, 0)
-    pool.advance("put", 9, 0)
+    pool.run_segment("put", 9, 0)
     assert step_of(header) in (1, 9)
 
 
@@ -83,9 +83,9 @@ def test_a_host_that_left_before_it_joined_does_not_wait(pool: IdlePool) -> None
     ray.get(host.leave.remote(20))
     pool.join(20, 0)
     with pytest.raises(RayTaskError):
-        pool.advance("wait", 0, 0)
+        pool.run_segment("wait", 0, 0)
     pool.join(21, 0)
-    call = host.advance.remote(("wait", 0))
+    call = host.run_segment.remote(("wait", 0))
     assert ray.wait([call], timeout=0.2)[0] == []
     host.leave.remote(21)
 
@@ -93,12 +93,12 @@ def test_a_host_that_left_before_it_joined_does_not_wait(pool: IdlePool) -> None
 def test_a_segment_granted_behind_one_that_fails_is_not_run(pool: IdlePool) -> None:
     pool.join(25, 0)
     host = pool.actor(0)
-    failing, *behind = [host.advance.remote((action, 1)) for action in ("fail", "go on", "put")]
+    failing, *behind = [host.run_segment.remote((action, 1)) for action in ("fail", "go on", "put")]
     with pytest.raises(RayTaskError):
         ray.get(failing)
     assert ray.get(behind) == [None, None]
     pool.join(26, 0)
-    assert pool.advance("go on", 2, 0) == [2]
+    assert pool.run_segment("go on", 2, 0) == [2]
 
 
 def test_a_segment_does_not_begin_in_a_group_that_was_left(pool: IdlePool) -> None:
@@ -106,7 +106,7 @@ def test_a_segment_does_not_begin_in_a_group_that_was_left(pool: IdlePool) -> No
     pool.join(27, 0)
     host = pool.actor(0)
     ray.get(host.leave.remote(27))
-    first, second = host.advance.remote(("go on", 1)), host.advance.remote(("go on", 2))
+    first, second = host.run_segment.remote(("go on", 1)), host.run_segment.remote(("go on", 2))
     with pytest.raises(RayTaskError) as caught:
         ray.get(first)
     assert isinstance(caught.value.cause, GroupLeft)
@@ -115,9 +115,9 @@ def test_a_segment_does_not_begin_in_a_group_that_was_left(pool: IdlePool) -> No
 
 def test_a_new_generation_begins_with_an_empty_mailbox(pool: IdlePool) -> None:
     pool.join(30, 0)
-    pool.advance("put", 1, 0)
+    pool.run_segment("put", 1, 0)
     pool.join(31, 0)
-    pool.advance("put", 2, 0)
+    pool.run_segment("put", 2, 0)
     header, _, _ = pool.actor(0).next_snapshot.remote()
     assert ray.get(header) == IdleHeader(31, 2, 0, 1)
 

@@ -35,9 +35,9 @@ def run_trial(
     facts = model_facts(Digits(config), "cpu", "fp32")
     world = world or World.single_process()
     with open_trial(config, plan, facts, task or Digits(config), world, limits) as trial:
-        results = [trial.advance(1 / parts)]
+        results = [trial.run_part(1 / parts)]
         while not results[-1].done:
-            results.append(trial.advance(1 / parts))
+            results.append(trial.run_part(1 / parts))
     return results
 
 

@@ -35,7 +35,9 @@ CONNECTION_CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection cl
 
 def raised_by_task(error: Exception) -> BaseException:
     """Return the exception that ``ray.get`` raises when an actor call raised ``error``."""
-    return RayTaskError("advance", "Traceback …", error, "ray::host", 1, "127.0.0.1").as_instanceof_cause()
+    return RayTaskError(
+        "run_segment", "Traceback …", error, "ray::host", 1, "127.0.0.1"
+    ).as_instanceof_cause()
 
 
 def raised_by_train_worker(error: Exception) -> Any:

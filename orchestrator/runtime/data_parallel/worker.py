@@ -80,7 +80,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
             request_successor()
         outcome = None
         while outcome is None:
-            outcome = run.advance(sys.maxsize)
+            outcome = run.run_steps(sys.maxsize)
     return {"status": outcome.status, "reason": outcome.reason}
 
 

@@ -70,7 +70,7 @@ class HostGroup:
 
     def grant_segment(self, segment: Segment) -> None:
         """Let the members run a segment, after those that they were granted before."""
-        self.calls.queue_all(lambda actor, *_: actor.advance.remote(segment))
+        self.calls.queue_all(lambda actor, *_: actor.run_segment.remote(segment))
 
     def leave(self, generation: int) -> None:
         """Make all members leave the group, wherever they wait for each other."""

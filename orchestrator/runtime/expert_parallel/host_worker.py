@@ -99,14 +99,14 @@ class HostWorker:
         self._run = run
         self._end: SegmentResult | None = None
 
-    def advance(self, segment: Segment) -> SegmentResult:
+    def run_segment(self, segment: Segment) -> SegmentResult:
         """Train for a segment."""
         if self._end is not None:
             return self._end  # the segment was granted before the end of the run was known
         began_s = perf_counter()
         with masked_errors(self._run.prepared.hidden):
             self._run.loop.set_snapshot_interval(segment.snapshot_every)
-            outcome = self._run.advance(segment.steps, segment.snapshot_at_end)
+            outcome = self._run.run_steps(segment.steps, segment.snapshot_at_end)
         status = outcome.status if outcome is not None else None
         result = SegmentResult(status, self._run.loop.progress.step, perf_counter() - began_s)
         if outcome is not None:

@@ -58,7 +58,7 @@ from orchestrator.runtime.expert_parallel.states import (
     Starting,
     State,
     WaitingForHosts,
-    advance,
+    next_state,
 )
 from orchestrator.runtime.expert_parallel.unfit import find_unfit
 from orchestrator.runtime.failures import cause_of
@@ -335,7 +335,7 @@ class ExpertParallelRun:
 
     def _handle(self, event: Event) -> None:
         """Advance the state machine and carry out its commands."""
-        self._state, commands = advance(self._state, event, self._limits)
+        self._state, commands = next_state(self._state, event, self._limits)
         for command in commands:
             self._execute(command)
 

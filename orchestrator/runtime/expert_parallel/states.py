@@ -1,6 +1,6 @@
 """The life of a run on expert hosts, as a pure state machine.
 
-States, events and commands are values; ``advance`` maps a state and an event to the next state and
+States, events and commands are values; ``next_state`` maps a state and an event to the next state and
 the commands to carry out. It knows neither Ray nor torch. ``run`` feeds it events and executes its
 commands; nothing else decides how a run goes on after a failure.
 
@@ -223,7 +223,7 @@ Command = JoinGroup | RunSegment | LeaveGroup | ReplaceHosts | CloseHosts
 Transition = tuple[State, tuple[Command, ...]]
 
 
-def advance(state: State, event: Event, limits: RunLimits) -> Transition:
+def next_state(state: State, event: Event, limits: RunLimits) -> Transition:
     """Return the next state and the commands to carry out.
 
     An event that a state does not handle changes nothing."""

@@ -73,7 +73,7 @@ class SweepTrial(Trainable):
         After the loss of a worker, the trial is tried again from its beginning, a few times."""
         while True:
             try:
-                result, plan_fields = self._advance()
+                result, plan_fields = self._run_next_part()
             except TrialFailure as failure:
                 if failure.is_lost and self._retries < MAX_RETRIES:
                     self._retries += 1
@@ -86,16 +86,16 @@ class SweepTrial(Trainable):
                 self._group.close()
             return _report(row, self._trial_setup, result.done)
 
-    def _advance(self) -> tuple[TrialResult, dict[str, Any]]:
+    def _run_next_part(self) -> tuple[TrialResult, dict[str, Any]]:
         """Run the next slice; in a group that was started anew, those before it too."""
         part = 1 / self._trial_setup.slices
         if not self._num_slices or not self._group.is_running:
             self._group.open(self._point)
             for _ in range(self._num_slices):
-                self._group.advance(part)
-        advanced = self._group.advance(part)
+                self._group.run_part(part)
+        result = self._group.run_part(part)
         self._num_slices += 1
-        return advanced
+        return result
 
     def _row(self, status: str, reason: str = "") -> TrialRow:
         return TrialRow(
@@ -190,9 +190,9 @@ class _WorkerGroup:
             max_restarts=0,
         ).remote()
 
-    def advance(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
+    def run_part(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
         """Run a part of the trial on all workers; return the result of rank 0."""
-        return self._wait([actor.advance.remote(part) for actor in self._actors])[0]
+        return self._wait([actor.run_part.remote(part) for actor in self._actors])[0]
 
     def close(self) -> None:
         """Let the workers release the trial's resources.

@@ -70,8 +70,8 @@ class _TrialWorker:
         self._trial = trial
         self._plan_fields = plan_fields
 
-    def advance(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
-        return self._trial.advance(part), self._plan_fields
+    def run_part(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
+        return self._trial.run_part(part), self._plan_fields
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Heartbeat:
             self.step = step
         self.num_changes += 1
 
-    def advance(self) -> None:
+    def beat(self) -> None:
         """Show progress within a phase."""
         self.num_changes += 1
 

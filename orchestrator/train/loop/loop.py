@@ -68,10 +68,10 @@ class Loop:
         """Train to the end."""
         outcome = None
         while outcome is None:
-            outcome = self.advance(_STEPS_AT_ONCE)
+            outcome = self.run_steps(_STEPS_AT_ONCE)
         return outcome
 
-    def advance(self, num_steps: int, take_snapshot: bool = False) -> Outcome | None:
+    def run_steps(self, num_steps: int, take_snapshot: bool = False) -> Outcome | None:
         """Train for a segment of ``num_steps``. Return the outcome if the run has ended, else None.
 
         The end of a run writes the events of all steps done and, unless it is a failure, leaves a
@@ -119,7 +119,7 @@ class Loop:
     def _steps(self) -> Generator[None, None, Outcome]:
         """Train step by step: yield after each step, return the outcome.
 
-        A generator keeps its place in the data between two calls of ``advance``. An expert host
+        A generator keeps its place in the data between two calls of ``run_steps``. An expert host
         trains in segments, and between segments the driver may move experts or change the number
         of hosts."""
         progress = self.progress

@@ -110,7 +110,7 @@ def build_training(
             cadence=_build_cadence(config, plan, total_steps, watched_metric(config, task)),
             progress=progress,
             log=log,
-            checkpoints=CheckpointWriter(store, parts.state, world, log, worker.heartbeat.advance),
+            checkpoints=CheckpointWriter(store, parts.state, world, log, worker.heartbeat.beat),
             heartbeat=worker.heartbeat,
             evaluation=evaluation,
             snapshots=snapshots_of_host,
@@ -128,7 +128,7 @@ def _connect(feed: Feed, worker: WorkerContext) -> None:
         worker.log.write("warning", kind="data", message=message)
 
     if isinstance(feed, StreamFeed):
-        feed.hooks = CursorHooks(worker.heartbeat.advance, warn)
+        feed.hooks = CursorHooks(worker.heartbeat.beat, warn)
     if feed.note is not None:
         warn(feed.note)
 
@@ -143,7 +143,7 @@ def _restore(
     config = worker.prepared.resolved.config
     # Model and data may have drawn random numbers. A resumed run restores its own generators.
     seed_python_and_numpy(mix(config.run.seed, "run"))
-    start = StartPoint(store, worker.world, worker.log, worker.heartbeat.advance)
+    start = StartPoint(store, worker.world, worker.log, worker.heartbeat.beat)
     if resume is not None and resume.snapshots is not None:
         progress = restore_newest(resume.snapshots, parts.state, start, resume.checkpoint_is_newer)
     else:
@@ -202,7 +202,7 @@ def build_evaluation(
     if metric != "loss":
         check_has_metric(evaluation, metric, "--early-stopping-metric")
     if heartbeat is not None:
-        evaluation.on_progress = heartbeat.advance
+        evaluation.on_progress = heartbeat.beat
     return evaluation
 
 

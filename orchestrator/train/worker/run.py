@@ -85,7 +85,7 @@ def run_worker(
     with settings, WorkerRun(prepared, world, run_dir, log, supervision, resume) as run:
         outcome = None
         while outcome is None:
-            outcome = run.advance(sys.maxsize)
+            outcome = run.run_steps(sys.maxsize)
         stepper = run.loop.stepper
         average = stepper.optimizer.average
         if average is not None and average.evaluated:
@@ -154,13 +154,13 @@ class WorkerRun:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def advance(self, num_steps: int, take_snapshot: bool = False) -> Outcome | None:
+    def run_steps(self, num_steps: int, take_snapshot: bool = False) -> Outcome | None:
         """Train for a segment of ``num_steps``. Return the outcome if the run has ended, else None.
 
         A segment leaves a snapshot of its last step if ``take_snapshot``. A failure is raised
         and not recorded: the driver may recover from it."""
         loop = self.loop
-        outcome = loop.advance(num_steps, take_snapshot)
+        outcome = loop.run_steps(num_steps, take_snapshot)
         if outcome is None:
             return None
         if self.prepared.resolved.config.watch.gpu_log_interval:
@@ -198,7 +198,7 @@ class WorkerRun:
     def _saved_experts(self) -> SavedExperts | None:
         """Return the experts of the state to start from."""
         store = self._supervision.open_store(self.run_dir / "checkpoints", repair=False)
-        start = StartPoint(store, self.world, self.log, self._supervision.heartbeat.advance)
+        start = StartPoint(store, self.world, self.log, self._supervision.heartbeat.beat)
         return saved_experts_to_start_with(self.prepared.resolved.config, start, self._resume)
 
     def _complete_plan(self, saved: SavedExperts | None) -> PlacedExperts:

@@ -17,7 +17,7 @@ from orchestrator.trainer import Trainer
 
 
 def test_each_segment_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("_train_step", "advance"):  # restored at the end
+    for name in ("_train_step", "run_steps"):  # restored at the end
         monkeypatch.setattr(Loop, name, getattr(Loop, name))
     monkeypatch.setattr(segments, "_SETTLING_S", -1.0)  # no step is left out
     config = Config.of(run_dir=tmp_path, max_steps=6, batch_size=32, gpu_mode="cpu", trackers=())
@@ -26,7 +26,7 @@ def test_each_segment_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     training = build_training(WorkerContext(prepared, World.single_process(), tmp_path, SilentLog()))
     loop = Loop(training)
     for _ in range(2):
-        loop.advance(2)
+        loop.run_steps(2)
     loop.close()
     training.close()
     (file,) = tmp_path.glob("steps-*.jsonl")

@@ -28,7 +28,7 @@ def test_calls_return_fail_or_show_that_a_host_is_lost(pool: IdlePool) -> None:
     calls = GroupCalls(pool)  # pyrefly: ignore[bad-argument-type]
     calls.set_members((2, 0, 1))
     actions = {2: ("go on", 5), 0: ("fail", 0), 1: ("wait", 0)}
-    calls.call_all(lambda actor, host_id, rank: actor.advance.remote(actions[host_id]))
+    calls.call_all(lambda actor, host_id, rank: actor.run_segment.remote(actions[host_id]))
     ray.wait(list(calls.pending), num_returns=2)
     calls.collect()
     assert (calls.main_result, calls.rank(1), calls.has_failed) == (5, 2, True)
@@ -47,7 +47,7 @@ def test_a_dropped_host_is_ended_and_not_waited_for(pool: IdlePool) -> None:
     calls = GroupCalls(pool)  # pyrefly: ignore[bad-argument-type]
     calls.set_members((2,))
     assert not calls.has_failed
-    calls.call_all(lambda actor, host_id, rank: actor.advance.remote(("wait", 0)))
+    calls.call_all(lambda actor, host_id, rank: actor.run_segment.remote(("wait", 0)))
     actor = pool.actor(2)
     calls.drop(2, "stuck", "was stuck")
     assert calls.pending == {}
@@ -61,7 +61,7 @@ def test_rounds_of_calls_end_in_order_and_the_first_error_of_a_host_counts(pool:
     calls = GroupCalls(pool)  # pyrefly: ignore[bad-argument-type]
     calls.set_members((0, 1))
     for number, action in enumerate(("go on", "fail", "go on")):
-        calls.queue_all(lambda actor, host_id, rank, job=(action, number): actor.advance.remote(job))
+        calls.queue_all(lambda actor, host_id, rank, job=(action, number): actor.run_segment.remote(job))
     assert (calls.num_rounds, len(calls.pending)) == (3, 6)
     ray.wait(list(calls.pending), num_returns=6)
     calls.collect()
@@ -78,6 +78,6 @@ def test_a_dropped_host_leaves_every_round(pool: IdlePool) -> None:
     calls = GroupCalls(pool)  # pyrefly: ignore[bad-argument-type]
     calls.set_members((0, 1))
     for _ in range(2):
-        calls.queue_all(lambda actor, host_id, rank: actor.advance.remote(("wait", 0)))
+        calls.queue_all(lambda actor, host_id, rank: actor.run_segment.remote(("wait", 0)))
     calls.drop(1, "stuck", "was stuck")
     assert list(calls.pending.values()) == [0, 0]

@@ -62,16 +62,16 @@ def test_a_broken_heartbeat_connection_is_not_used_again() -> None:
 def test_a_segment_granted_beyond_the_end_of_the_run_reports_the_end_again() -> None:
     progress = SimpleNamespace(step=0)
 
-    def advance(steps: int, take_snapshot: bool) -> Any:
+    def run_segment(steps: int, take_snapshot: bool) -> Any:
         assert progress.step < 5, "the run has ended"
         progress.step = min(5, progress.step + steps)
         return SimpleNamespace(status="completed") if progress.step == 5 else None
 
     intervals: list[int] = []
     loop = SimpleNamespace(progress=progress, set_snapshot_interval=intervals.append)
-    run: Any = SimpleNamespace(advance=advance, loop=loop, prepared=SimpleNamespace(hidden=()))
+    run: Any = SimpleNamespace(run_segment=run_segment, loop=loop, prepared=SimpleNamespace(hidden=()))
     worker = HostWorker(run)
-    results = [worker.advance(Segment(3, snapshot_every=every)) for every in (7, 8, 9, 10)]
+    results = [worker.run_segment(Segment(3, snapshot_every=every)) for every in (7, 8, 9, 10)]
     assert [result.step for result in results] == [3, 5, 5, 5]
     assert [result.status for result in results] == [None, *["completed"] * 3]
     assert intervals == [7, 8], "each segment sets the interval of the snapshots"

@@ -46,7 +46,7 @@ def run_that_can_grow(make_run: MakeRun) -> FakeRun:
 
 def test_more_hosts_join_at_the_end_of_a_segment(make_run: MakeRun) -> None:
     run = run_that_can_grow(make_run)
-    run.finish("advance", (None, 5))
+    run.finish("run_segment", (None, 5))
     assert isinstance(run.state, Joining)
     assert run.state.members == (0, 1, 2)
 
@@ -54,13 +54,13 @@ def test_more_hosts_join_at_the_end_of_a_segment(make_run: MakeRun) -> None:
 def test_no_host_joins_if_a_snapshot_is_lost(make_run: MakeRun) -> None:
     run = run_that_can_grow(make_run)
     run.snapshots.is_readable = False
-    run.finish("advance", (None, 5))
+    run.finish("run_segment", (None, 5))
     assert run.state == Running(0, (0, 1), run.state.history), "the group goes on as before"
 
 
 def test_a_newcomer_that_cannot_join_is_excluded_and_the_others_go_on(make_run: MakeRun) -> None:
     run = run_that_can_grow(make_run)
-    run.finish("advance", (None, 5))
+    run.finish("run_segment", (None, 5))
     run.finish("join", UserError("does not see the run folder"), 2)
     run.finish("join", CONNECTION_CLOSED, 0, 1)
     assert isinstance(run.state, Joining)
@@ -73,7 +73,7 @@ def test_a_newcomer_that_cannot_join_is_excluded_and_the_others_go_on(make_run: 
 def test_a_newcomer_that_was_given_too_few_snapshots_is_fit_and_they_are_good(make_run: MakeRun) -> None:
     """All join again, with all snapshots."""
     run = run_that_can_grow(make_run)
-    run.finish("advance", (None, 5))
+    run.finish("run_segment", (None, 5))
     run.finish("join", ExpertsMissing("no snapshot has expert 3"), 2)
     run.finish("join", CONNECTION_CLOSED, 0, 1)
     assert isinstance(run.state, Joining)
@@ -93,7 +93,7 @@ def test_only_snapshots_that_cannot_be_restored_are_dropped(
     make_run: MakeRun, error: Exception, cleared: bool
 ) -> None:
     run = run_that_can_grow(make_run)
-    run.finish("advance", (None, 5))
+    run.finish("run_segment", (None, 5))
     run.finish("join", error, 0)
     run.finish("join", CONNECTION_CLOSED, 1, 2)
     assert isinstance(run.state, Joining)
@@ -106,7 +106,7 @@ def test_only_snapshots_that_cannot_be_restored_are_dropped(
 def granted_segments(run: FakeRun, host_id: int = 0) -> list[Segment]:
     """Return the segments that a host was granted and has not finished."""
     calls = run.pool.actor(host_id).calls
-    return [call.arguments[0] for call in calls if call.name == "advance" and not call.done]
+    return [call.arguments[0] for call in calls if call.name == "run_segment" and not call.done]
 
 
 def test_hosts_have_two_segments_ahead_of_the_one_they_run(make_run: MakeRun) -> None:
@@ -114,7 +114,7 @@ def test_hosts_have_two_segments_ahead_of_the_one_they_run(make_run: MakeRun) ->
     run.begin_first_segment()
     for step in (2, 4, 6):
         assert [len(granted_segments(run, host_id)) for host_id in range(3)] == [MAX_GRANTED] * 3
-        run.finish("advance", (None, step, 1.0))
+        run.finish("run_segment", (None, step, 1.0))
     assert isinstance(run.state, Running)
 
 
@@ -124,7 +124,7 @@ def test_a_driver_that_was_away_hands_out_the_segments_it_owes(make_run: MakeRun
     run.begin_first_segment()
     for host_id in range(3):
         for step in (2, 4, 6):
-            run.pool.actor(host_id).finish("advance", SegmentResult(None, step, 5.0))
+            run.pool.actor(host_id).finish("run_segment", SegmentResult(None, step, 5.0))
     for _ in range(3):
         run.poll()
     assert [segment.steps for segment in granted_segments(run)] == [2, 2, 2]
@@ -136,14 +136,14 @@ def test_a_group_grows_only_after_all_granted_segments(make_run: MakeRun) -> Non
     run.run._state = Running(0, (0, 1))
     run.run._group.calls.set_members((0, 1))
     run.run._grant_segments(snapshot_at_end=False)
-    run.finish("advance", (None, 2, 1.0))
+    run.finish("run_segment", (None, 2, 1.0))
     assert [segment.snapshot_at_end for segment in granted_segments(run)] == [False, False, True]
     run.snapshots.step = 8
     for step in (4, 6):
-        run.finish("advance", (None, step, 1.0))
+        run.finish("run_segment", (None, step, 1.0))
         assert isinstance(run.state, Running), "the hosts have segments that were granted before"
         assert granted_segments(run)[-1].snapshot_at_end, "and no more beyond"
-    run.finish("advance", (None, 8, 1.0))
+    run.finish("run_segment", (None, 8, 1.0))
     assert isinstance(run.state, Joining)
     assert run.state.members == (0, 1, 2)
 
@@ -151,14 +151,14 @@ def test_a_group_grows_only_after_all_granted_segments(make_run: MakeRun) -> Non
 def test_segments_are_granted_one_by_one_until_lost_steps_are_repeated(make_run: MakeRun) -> None:
     run = make_run()
     run.begin_first_segment()
-    run.finish("advance", RayActorError(), 1)
-    run.finish("advance", CONNECTION_CLOSED, 0, 2)
+    run.finish("run_segment", RayActorError(), 1)
+    run.finish("run_segment", CONNECTION_CLOSED, 0, 2)
     run.poll()
     run.finish("join")
     assert [segment.steps for segment in granted_segments(run)] == [1]
-    run.finish("advance", (None, 3, 1.0))
+    run.finish("run_segment", (None, 3, 1.0))
     assert [segment.steps for segment in granted_segments(run)] == [4], "steps 4 to 7 were lost"
-    run.finish("advance", (None, 7, 1.0))
+    run.finish("run_segment", (None, 7, 1.0))
     assert len(granted_segments(run)) == MAX_GRANTED
     assert len(run.events("recovery")) == 1
 
@@ -168,9 +168,9 @@ def test_the_end_counts_though_a_host_dies_before_the_driver_looks(make_run: Mak
     run = make_run()
     run.begin_first_segment()
     for host_id in (0, 1):
-        run.pool.actor(host_id).finish("advance", SegmentResult(None, 2))
-        run.pool.actor(host_id).finish("advance", SegmentResult("completed", 3))
-    run.finish("advance", RayActorError(), 2)
+        run.pool.actor(host_id).finish("run_segment", SegmentResult(None, 2))
+        run.pool.actor(host_id).finish("run_segment", SegmentResult("completed", 3))
+    run.finish("run_segment", RayActorError(), 2)
     assert isinstance(run.state, Closing)
     assert run.events("failure") == []
 
@@ -181,7 +181,7 @@ def test_the_end_counts_though_a_host_dies_before_the_driver_looks(make_run: Mak
 def finish_segment(run: FakeRun, step: int, seconds: float, *costs: SnapshotCost) -> list[int]:
     """End the segment at a step, after some seconds. Return the next interval of each host."""
     run.snapshots.costs = list(costs)
-    run.finish("advance", (None, step, seconds))
+    run.finish("run_segment", (None, step, seconds))
     return [granted_segments(run, host_id)[-1].snapshot_every for host_id in run.state.members]
 
 

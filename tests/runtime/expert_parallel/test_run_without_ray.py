@@ -32,9 +32,9 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
 def test_a_run_from_the_first_segment_to_the_end(make_run: MakeRun) -> None:
     run = make_run()
     run.begin_first_segment()
-    run.finish("advance", (None, 5))
+    run.finish("run_segment", (None, 5))
     assert isinstance(run.state, Running)
-    run.finish("advance", ("completed", 9))
+    run.finish("run_segment", ("completed", 9))
     assert isinstance(run.state, Closing)
     run.finish("close", None, 0, 1, 2)
     result = run.poll()
@@ -96,10 +96,10 @@ def test_a_lost_host_is_replaced_and_the_others_leave_and_join_again(make_run: M
     run.begin_first_segment()
     run.snapshots.step = 5
     survivor = run.pool.actor(0)
-    run.finish("advance", RayActorError(), 1)
+    run.finish("run_segment", RayActorError(), 1)
     assert isinstance(run.state, Leaving)
     assert survivor.last_call("leave").arguments == (0,)
-    run.finish("advance", CONNECTION_CLOSED, 0, 2)
+    run.finish("run_segment", CONNECTION_CLOSED, 0, 2)
     assert isinstance(run.state, WaitingForHosts), "a new host is being started"
     (failure,) = run.events("failure")
     message = "host 1 was lost; waiting for 1 host to take over"
@@ -117,9 +117,9 @@ def test_all_hosts_that_died_are_named(make_run: MakeRun) -> None:
     run = make_run(hosts=4)
     run.begin_first_segment()
     for host_id in (3, 0, 1):
-        run.pool.actor(host_id).finish("advance", RayActorError())
+        run.pool.actor(host_id).finish("run_segment", RayActorError())
     run.poll()
-    run.finish("advance", CONNECTION_CLOSED, 2)
+    run.finish("run_segment", CONNECTION_CLOSED, 2)
     (failure,) = run.events("failure")
     assert failure["message"] == "hosts 0, 1 and 3 were lost; waiting for 3 hosts to take over"
     assert failure["rank"] == 0
@@ -128,8 +128,8 @@ def test_all_hosts_that_died_are_named(make_run: MakeRun) -> None:
 def test_a_host_whose_device_failed_is_lost(make_run: MakeRun) -> None:
     run = make_run()
     run.begin_first_segment()
-    run.finish("advance", RuntimeError("CUDA error: misaligned address"), 1)
-    run.finish("advance", CONNECTION_CLOSED, 0, 2)
+    run.finish("run_segment", RuntimeError("CUDA error: misaligned address"), 1)
+    run.finish("run_segment", CONNECTION_CLOSED, 0, 2)
     (failure,) = run.events("failure")
     assert failure["message"].startswith("host 1 lost its device: CUDA error: misaligned address")
 
@@ -139,15 +139,15 @@ def test_the_recovery_says_how_the_run_went_on(make_run: MakeRun) -> None:
     reason."""
     run = make_run()
     run.begin_first_segment()
-    run.finish("advance", RayActorError(), 1)
+    run.finish("run_segment", RayActorError(), 1)
     run.pool.late = {1}
-    run.finish("advance", CONNECTION_CLOSED, 0, 2)
+    run.finish("run_segment", CONNECTION_CLOSED, 0, 2)
     run.clock.now += 10_000.0
     run.poll()
     assert isinstance(run.state, Joining)
     run.finish("join")
-    run.finish("advance", (None, 8))
-    run.finish("advance", (None, 99))
+    run.finish("run_segment", (None, 8))
+    run.finish("run_segment", (None, 99))
     assert len(run.events("failure")) == 1
     (recovery,) = run.events("recovery")
     assert recovery["reason"] == "host 1 was lost; continuing on 2 of 3 hosts with the same global batch"
@@ -157,14 +157,14 @@ def test_the_recovery_says_how_the_run_went_on(make_run: MakeRun) -> None:
 def test_expert_groups_are_chosen_anew_for_the_hosts_that_are_left(make_run: MakeRun) -> None:
     run = make_run(hosts=4, expert_replicas=2)
     run.begin_first_segment()
-    run.finish("advance", RayActorError(), 1)
+    run.finish("run_segment", RayActorError(), 1)
     run.pool.late = {1}
-    run.finish("advance", CONNECTION_CLOSED, 0, 2, 3)
+    run.finish("run_segment", CONNECTION_CLOSED, 0, 2, 3)
     run.clock.now += 10_000.0
     run.poll()
     run.finish("join")
-    run.finish("advance", (None, 8))
-    run.finish("advance", (None, 99))
+    run.finish("run_segment", (None, 8))
+    run.finish("run_segment", (None, 99))
     (recovery,) = run.events("recovery")
     assert (recovery["workers_before"], recovery["workers"]) == (4, 3)
     assert (recovery["expert_replicas_before"], recovery["expert_replicas"]) == (2, 1)
@@ -175,7 +175,7 @@ def test_expert_groups_are_chosen_anew_for_the_hosts_that_are_left(make_run: Mak
 def test_a_host_that_dies_after_its_last_call_returned_is_missed(make_run: MakeRun) -> None:
     run = make_run()
     run.begin_first_segment()
-    run.pool.actor(2).finish("advance", SegmentResult(None, 5))
+    run.pool.actor(2).finish("run_segment", SegmentResult(None, 5))
     run.snapshots.dead_hosts = {2}
     run.poll()
     assert isinstance(run.state, Leaving)
@@ -186,13 +186,13 @@ def test_a_run_that_the_main_host_has_ended_is_over_though_a_host_dies(make_run:
     """The main host itself, or another one that has not returned yet."""
     run = make_run()
     run.begin_first_segment()
-    run.finish("advance", ("completed", 9), 0)
+    run.finish("run_segment", ("completed", 9), 0)
     assert isinstance(run.state, Running), "the others may finish"
     if dying == 0:
         run.snapshots.dead_hosts = {0}
         run.poll()
     else:
-        run.finish("advance", RayActorError(), 2)
+        run.finish("run_segment", RayActorError(), 2)
     assert isinstance(run.state, Closing)
     for host_id in {0, 1, 2} - {dying}:
         run.pool.actor(host_id).last_call("close").finish()
@@ -206,7 +206,7 @@ def test_a_run_that_the_main_host_has_ended_is_over_though_a_host_dies(make_run:
 def test_a_host_that_does_not_close_is_not_waited_for(make_run: MakeRun) -> None:
     run = make_run(collective_timeout=10)
     run.begin_first_segment()
-    run.finish("advance", ("completed", 9))
+    run.finish("run_segment", ("completed", 9))
     run.finish("close", None, 0, 1)
     assert isinstance(run.state, Closing)
     run.clock.now += 61.0
@@ -218,7 +218,7 @@ def test_the_loss_of_all_hosts_is_waited_out_as_long_as_resources_may_take(make_
     run = make_run(resource_timeout=300)
     run.begin_first_segment()
     run.pool.late = {0, 1, 2}
-    run.finish("advance", RayActorError())
+    run.finish("run_segment", RayActorError())
     run.poll()
     assert isinstance(run.state, WaitingForHosts)
     run.clock.now += 200.0
@@ -237,8 +237,8 @@ def test_a_deterministic_run_waits_for_a_late_host(
     run = make_run(deterministic=deterministic)
     run.begin_first_segment()
     run.pool.late = {1}
-    run.finish("advance", RayActorError(), 1)
-    run.finish("advance", CONNECTION_CLOSED, 0, 2)
+    run.finish("run_segment", RayActorError(), 1)
+    run.finish("run_segment", CONNECTION_CLOSED, 0, 2)
     assert isinstance(run.state, WaitingForHosts)
     run.clock.now += 21.0
     run.poll()
@@ -254,8 +254,8 @@ def test_hosts_get_the_snapshots_even_if_a_checkpoint_is_newer(
     run.begin_first_segment()
     run.snapshots.step = 5
     (run.run_dir / "checkpoints" / f"step_0000000{checkpoint_step}").mkdir(parents=True)
-    run.finish("advance", RayActorError(), 1)
-    run.finish("advance", CONNECTION_CLOSED, 0, 2)
+    run.finish("run_segment", RayActorError(), 1)
+    run.finish("run_segment", CONNECTION_CLOSED, 0, 2)
     run.poll()
     for host_id in range(3):
         request = run.pool.actor(host_id).last_call("join").arguments[3]
@@ -332,8 +332,8 @@ def test_a_host_that_freezes_before_its_snapshot_arrives_is_found(make_run: Make
     run.run._state = Running(0, (0, 1, 2), snapshot_at_end=True)
     run.snapshots.expected_steps = {5}
     for step in (3, 4):
-        run.finish("advance", (None, step))
-    run.finish("advance", (None, 5))
+        run.finish("run_segment", (None, step))
+    run.finish("run_segment", (None, 5))
     assert isinstance(run.state, Running)
     run.heartbeats.hosts = [stuck(0, silent_s=11.0)]
     run.poll()

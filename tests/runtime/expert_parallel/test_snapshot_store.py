@@ -72,13 +72,13 @@ def test_snapshots_outlive_their_hosts(pool: IdlePool) -> None:
     assert len(store.pending_calls(all_hosts=True)) == 2
     store.follow(0, (0, 1))
     assert (store.step, store.references()) == (-1, ())
-    pool.advance("put", 1, 0, 1)
+    pool.run_segment("put", 1, 0, 1)
     collect_until(store, lambda: store.step == 1)
     (cost,) = store.take_costs()
     assert cost.stall_s == 0.25, "the slowest host's"
     assert cost.transfer_s > 1e9, "since it was taken, which these hosts date to 1970"
     assert store.take_costs() == []
-    pool.advance("put", 2, 0)
+    pool.run_segment("put", 2, 0)
     collect_until(store, lambda: bool(store._incoming))
     assert store.step == 1, "the set of step 2 is not complete"
     for host_id in (0, 1):
@@ -95,13 +95,13 @@ def test_sets_do_not_pile_up_while_backups_are_slow(pool: IdlePool, monkeypatch:
     pool.join(0, 0, 1)
     store = make_store(pool)
     store.follow(0, (0, 1))
-    pool.advance("put", 1, 0, 1)
+    pool.run_segment("put", 1, 0, 1)
     collect_until(store, lambda: store.step == 1)
     monkeypatch.setattr(store, "_is_backed_up", lambda incoming: False)
-    pool.advance("put", 2, 0, 1)
+    pool.run_segment("put", 2, 0, 1)
     collect_until(store, lambda: 2 in store._incoming and len(store._incoming[2].references) == 2)
-    pool.advance("put", 3, 0, 1)
-    fourth = [pool.actor(host_id).advance.remote(("put", 4)) for host_id in (0, 1)]
+    pool.run_segment("put", 3, 0, 1)
+    fourth = [pool.actor(host_id).run_segment.remote(("put", 4)) for host_id in (0, 1)]
     for _ in range(20):
         store.collect()
         assert ray.wait(fourth, timeout=0.02)[0] == [], "the mailbox holds the snapshot of step 3"
@@ -116,12 +116,12 @@ def test_the_rest_of_a_set_that_is_lost_is_not_kept(pool: IdlePool) -> None:
     pool.join(0, 0, 1)
     store = make_store(pool)
     store.follow(0, (0, 1))
-    pool.advance("put", 1, 0)
+    pool.run_segment("put", 1, 0)
     collect_until(store, lambda: 1 in store._incoming)
     store._incoming[1].lost = True
     store.collect()
-    pool.advance("put", 1, 1)
-    pool.advance("put", 2, 0, 1)
+    pool.run_segment("put", 1, 1)
+    pool.run_segment("put", 2, 0, 1)
     collect_until(store, lambda: store.step == 2)
     assert contents(store.references()) == expected(0, 2)
 
@@ -133,13 +133,13 @@ def test_a_snapshot_of_an_earlier_generation_is_not_accepted(pool: IdlePool, new
     store = make_store(pool)
     pool.join(0, 0, 1)
     store.follow(0, (0, 1))
-    pool.advance("put", 1, 0, 1)
+    pool.run_segment("put", 1, 0, 1)
     collect_until(store, lambda: store.step == 1)
-    pool.advance("put", 2, 0)
+    pool.run_segment("put", 2, 0)
     pool.stop(1)
     pool.join(1, 0, 2)
     store.follow(1, (0, 2))
-    pool.advance("put", new_step, 2)
+    pool.run_segment("put", new_step, 2)
     collect_until(store, lambda: new_step in store._incoming and len(store._fetches) == 1)
     # The old snapshot of host 0 has arrived: only its next fetch is open. With the new one of host
     # 2 it would make a complete set, if their generations were not compared.
@@ -147,7 +147,7 @@ def test_a_snapshot_of_an_earlier_generation_is_not_accepted(pool: IdlePool, new
     assert store.step == 1
     assert list(store._incoming[new_step].references) == [1], "only the new host's snapshot"
     assert contents(store.references()) == expected(0, 1)
-    pool.advance("put", new_step, 0)
+    pool.run_segment("put", new_step, 0)
     collect_until(store, lambda: store.step == new_step)
     assert contents(store.references()) == expected(1, new_step)
 
@@ -161,7 +161,7 @@ def test_a_backup_replaces_a_snapshot_on_a_dead_node(pool: IdlePool) -> None:
     store = make_store(pool)
     store.follow(0, (0, 1))
     for step in (1, 2):
-        pool.advance("put", step, 0, 1)
+        pool.run_segment("put", step, 0, 1)
         collect_until(store, lambda step=step: store.step == step)
     kill_and_wait(pool.actor(1))
     references = store.references()
@@ -178,7 +178,7 @@ def test_a_node_without_memory_for_backups_gets_none(pool: IdlePool) -> None:
     pool.join(0, 0, 1)
     store = SnapshotStore(pool, print, backups=False)  # pyrefly: ignore[bad-argument-type]
     store.follow(0, (0, 1))
-    pool.advance("put", 1, 0, 1)
+    pool.run_segment("put", 1, 0, 1)
     collect_until(store, lambda: store.step == 1)
     assert store._complete is not None
     assert store._complete[1].backup_calls == {}
@@ -197,7 +197,7 @@ def test_a_set_survives_the_loss_of_a_backup_but_not_of_a_snapshot(pool: IdlePoo
     warnings: list[str] = []
     store = make_store(pool, warnings.append)
     store.follow(0, (0, 1))
-    pool.advance("put", 1, 0, 1)
+    pool.run_segment("put", 1, 0, 1)
     collect_until(store, lambda: store.step == 1)
     assert store._complete is not None
     snapshots = store._complete[1]

@@ -30,7 +30,7 @@ from orchestrator.runtime.expert_parallel.states import (
     Starting,
     State,
     WaitingForHosts,
-    advance,
+    next_state,
 )
 from orchestrator.runtime.recovery import Failure, FailureHistory, GiveUp, HostStatus
 from orchestrator.types import Choice
@@ -94,32 +94,32 @@ def stopped(
 
 @pytest.mark.parametrize(("state", "event"), IGNORED, ids=lambda value: type(value).__name__)
 def test_other_events_leave_a_state_unchanged(state: State, event: Event) -> None:
-    assert advance(state, event, LIMITS) == (state, ())
+    assert next_state(state, event, LIMITS) == (state, ())
 
 
 # Starting
 
 
 def test_hosts_join_when_enough_are_ready() -> None:
-    joining, commands = advance(Starting(), HostsReady(MEMBERS), LIMITS)
+    joining, commands = next_state(Starting(), HostsReady(MEMBERS), LIMITS)
     assert joining == Joining(0, MEMBERS)
     assert commands == (JoinGroup(0, MEMBERS),)
 
 
 def test_spares_are_not_members() -> None:
-    joining, commands = advance(Starting(), HostsReady((0, 2, 3, 4)), LIMITS)
+    joining, commands = next_state(Starting(), HostsReady((0, 2, 3, 4)), LIMITS)
     assert joining == Joining(0, (0, 2, 3))
     assert commands == (JoinGroup(0, (0, 2, 3)),)
 
 
 def test_too_few_hosts_are_waited_for() -> None:
-    assert advance(Starting(), HostsReady((0, 1), starting=(2,)), LIMITS) == (Starting(), ())
-    assert advance(Starting(), HostsReady((0, 1), may_wait=False), LIMITS) == (Starting(), ())
+    assert next_state(Starting(), HostsReady((0, 1), starting=(2,)), LIMITS) == (Starting(), ())
+    assert next_state(Starting(), HostsReady((0, 1), may_wait=False), LIMITS) == (Starting(), ())
 
 
 def test_hosts_that_cannot_be_started_end_the_run() -> None:
     message = "3 CPUs were not available"
-    ended, commands = advance(Starting(), StartFailed(message), LIMITS)
+    ended, commands = next_state(Starting(), StartFailed(message), LIMITS)
     assert ended == Ended(failure=Failure("resources", message), given_up=GiveUp(message))
     assert commands == ()
 
@@ -129,45 +129,45 @@ def test_hosts_that_cannot_be_started_end_the_run() -> None:
 
 def test_a_newcomer_that_cannot_join_does_not_count_towards_max_failures() -> None:
     unfit = Failure("worker", "host 1 could not join: no such data", 1, loss="unfit")
-    state, _ = advance(LEAVING, stopped(unfit, lost=(1,)), RunLimits(num_hosts=3, max_failures=1))
+    state, _ = next_state(LEAVING, stopped(unfit, lost=(1,)), RunLimits(num_hosts=3, max_failures=1))
     assert state == Joining(5, (0, 2), ONCE)
     both = stopped(Failure("worker", "host 0 was lost", 0, loss="died"), unfit, lost=(0, 1))
-    state, _ = advance(LEAVING, both, RunLimits(num_hosts=3, max_failures=1))
+    state, _ = next_state(LEAVING, both, RunLimits(num_hosts=3, max_failures=1))
     assert isinstance(state, Ended), "the loss of a member counts"
 
 
 def test_members_that_have_joined_run_a_segment() -> None:
-    assert advance(JOINING, AllJoined(), LIMITS) == (RUNNING, (RunSegment(),))
+    assert next_state(JOINING, AllJoined(), LIMITS) == (RUNNING, (RunSegment(),))
 
 
 def test_a_failure_while_joining_makes_all_leave() -> None:
-    assert advance(JOINING, FailureSeen(), LIMITS) == (LEAVING, (LeaveGroup(4, MEMBERS),))
+    assert next_state(JOINING, FailureSeen(), LIMITS) == (LEAVING, (LeaveGroup(4, MEMBERS),))
 
 
 # Running
 
 
 def test_one_segment_follows_the_other() -> None:
-    assert advance(RUNNING, SegmentDone(), LIMITS) == (RUNNING, (RunSegment(),))
+    assert next_state(RUNNING, SegmentDone(), LIMITS) == (RUNNING, (RunSegment(),))
     with_spare = SegmentDone((0, 1, 2, 3))
-    assert advance(RUNNING, with_spare, LIMITS) == (RUNNING, (RunSegment(),)), "a spare changes nothing"
+    assert next_state(RUNNING, with_spare, LIMITS) == (RUNNING, (RunSegment(),)), "a spare changes nothing"
 
 
 def test_a_failure_while_running_makes_all_leave() -> None:
-    assert advance(RUNNING, FailureSeen(), LIMITS) == (LEAVING, (LeaveGroup(4, MEMBERS),))
+    assert next_state(RUNNING, FailureSeen(), LIMITS) == (LEAVING, (LeaveGroup(4, MEMBERS),))
 
 
 def test_the_end_of_the_run_closes_the_members() -> None:
-    assert advance(RUNNING, RunFinished("stopped"), LIMITS) == (Closing("stopped"), (CloseHosts(MEMBERS),))
+    assert next_state(RUNNING, RunFinished("stopped"), LIMITS) == (Closing("stopped"), (CloseHosts(MEMBERS),))
 
 
 def test_a_group_that_is_too_small_takes_a_snapshot_and_then_grows() -> None:
     small = Running(4, (0, 2), replace(ONCE, halvings=1))
     ready = SegmentDone((0, 1, 2, 3))
-    last_segment, commands = advance(small, ready, LIMITS)
+    last_segment, commands = next_state(small, ready, LIMITS)
     assert last_segment == replace(small, snapshot_at_end=True)
     assert commands == (RunSegment(snapshot_at_end=True),)
-    joining, (join,) = advance(last_segment, ready, LIMITS)
+    joining, (join,) = next_state(last_segment, ready, LIMITS)
     assert joining == Joining(5, (0, 2, 1), small.history)
     assert isinstance(join, JoinGroup)
     assert (join.generation, join.members, join.halvings, join.failure) == (5, (0, 2, 1), 1, None)
@@ -177,31 +177,31 @@ def test_a_group_that_is_too_small_takes_a_snapshot_and_then_grows() -> None:
 def test_hosts_that_come_back_get_the_expert_groups_of_their_number() -> None:
     limits = replace(LIMITS, groups={2: Choice(1, "one"), 3: Choice(3, "as asked")})
     last_segment = Running(4, (0, 2), snapshot_at_end=True)
-    _, (join,) = advance(last_segment, SegmentDone((0, 1, 2)), limits)
+    _, (join,) = next_state(last_segment, SegmentDone((0, 1, 2)), limits)
     assert isinstance(join, JoinGroup)
     assert join.reason.endswith("available, and with the experts in 3 groups instead of 1: as asked")
 
 
 def test_a_group_grows_by_the_hosts_that_are_ready() -> None:
-    joining, _ = advance(Running(4, (2,), snapshot_at_end=True), SegmentDone((0, 2)), LIMITS)
+    joining, _ = next_state(Running(4, (2,), snapshot_at_end=True), SegmentDone((0, 2)), LIMITS)
     assert joining == Joining(5, (2, 0))
 
 
 def test_a_host_that_was_ready_and_is_gone_is_not_waited_for() -> None:
     small = Running(4, (0, 2), ONCE)
     last_segment = replace(small, snapshot_at_end=True)
-    assert advance(last_segment, SegmentDone((0, 2)), LIMITS) == (small, (RunSegment(),))
+    assert next_state(last_segment, SegmentDone((0, 2)), LIMITS) == (small, (RunSegment(),))
 
 
 def test_without_snapshots_a_group_does_not_grow() -> None:
     small = Running(4, (0, 2), ONCE)
     limits = replace(LIMITS, can_grow=False)
-    assert advance(small, SegmentDone((0, 1, 2)), limits) == (small, (RunSegment(),))
+    assert next_state(small, SegmentDone((0, 1, 2)), limits) == (small, (RunSegment(),))
 
 
 def test_a_failure_before_a_group_has_grown_is_one_of_the_small_group() -> None:
     small = Running(4, (0, 2), ONCE, snapshot_at_end=True)
-    leaving, commands = advance(small, FailureSeen(), LIMITS)
+    leaving, commands = next_state(small, FailureSeen(), LIMITS)
     assert leaving == Leaving(4, (0, 2), ONCE)
     assert commands == (LeaveGroup(4, (0, 2)),)
 
@@ -210,14 +210,14 @@ def test_a_failure_before_a_group_has_grown_is_one_of_the_small_group() -> None:
 
 
 def test_a_spare_takes_the_rank_of_a_lost_host() -> None:
-    joining, commands = advance(LEAVING, stopped(lost=(1,), ready=(3,)), LIMITS)
+    joining, commands = next_state(LEAVING, stopped(lost=(1,), ready=(3,)), LIMITS)
     assert joining == Joining(5, (0, 3, 2), TWICE)
     join = JoinGroup(5, (0, 3, 2), 0, LOST, "host 1 was lost")
     assert commands == (ReplaceHosts(frozenset({1})), join)
 
 
 def test_without_a_spare_a_new_host_is_started_and_waited_for() -> None:
-    waiting, commands = advance(LEAVING, stopped(lost=(1,), starting=(1,)), LIMITS)
+    waiting, commands = next_state(LEAVING, stopped(lost=(1,), starting=(1,)), LIMITS)
     reason = "host 1 was lost; waiting for 1 host to take over"
     hosts = HostStatus(MEMBERS, frozenset({1}), (), (1,))
     assert waiting == WaitingForHosts(4, hosts, TWICE, LOST, reason)
@@ -225,7 +225,7 @@ def test_without_a_spare_a_new_host_is_started_and_waited_for() -> None:
 
 
 def test_without_a_host_to_wait_for_the_others_go_on() -> None:
-    joining, commands = advance(LEAVING, stopped(lost=(1,)), LIMITS)
+    joining, commands = next_state(LEAVING, stopped(lost=(1,)), LIMITS)
     assert joining == Joining(5, (0, 2), TWICE)
     assert commands[0] == ReplaceHosts(frozenset({1})), "its node may come back"
     assert isinstance(commands[1], JoinGroup)
@@ -234,13 +234,13 @@ def test_without_a_host_to_wait_for_the_others_go_on() -> None:
 
 def test_without_time_to_wait_the_others_go_on() -> None:
     event = replace(stopped(lost=(1,), starting=(1,)), may_wait=False)
-    joining, _ = advance(LEAVING, event, LIMITS)
+    joining, _ = next_state(LEAVING, event, LIMITS)
     assert joining == Joining(5, (0, 2), TWICE)
 
 
 def test_hosts_that_only_lost_contact_join_again() -> None:
     no_contact = Failure("communication", "lost contact")
-    joining, commands = advance(LEAVING, stopped(no_contact, no_contact), LIMITS)
+    joining, commands = next_state(LEAVING, stopped(no_contact, no_contact), LIMITS)
     assert joining == Joining(5, MEMBERS, TWICE)
     assert commands == (JoinGroup(5, MEMBERS, 0, no_contact, "lost contact"),)
 
@@ -248,19 +248,19 @@ def test_hosts_that_only_lost_contact_join_again() -> None:
 def test_the_root_cause_decides() -> None:
     no_contact = Failure("communication", "lost contact")
     event = stopped(no_contact, LOST, no_contact, lost=(1,), ready=(3,))
-    _, commands = advance(LEAVING, event, LIMITS)
+    _, commands = next_state(LEAVING, event, LIMITS)
     assert isinstance(commands[-1], JoinGroup)
     assert commands[-1].failure == LOST
 
 
 def test_out_of_memory_halves_the_micro_batch() -> None:
     exhausted = Failure("memory", "host 2 ran out", 2, 8)
-    joining, (join,) = advance(LEAVING, stopped(exhausted), LIMITS)
+    joining, (join,) = next_state(LEAVING, stopped(exhausted), LIMITS)
     assert joining == Joining(5, MEMBERS, FailureHistory((7, 7), halvings=1))
     assert isinstance(join, JoinGroup)
     assert join.halvings == 1
     leaving = Leaving(5, MEMBERS, FailureHistory((7, 7), 1))
-    later, (join,) = advance(leaving, stopped(replace(exhausted, micro_batch=4)), LIMITS)
+    later, (join,) = next_state(leaving, stopped(replace(exhausted, micro_batch=4)), LIMITS)
     assert later == Joining(6, MEMBERS, FailureHistory((7, 7, 7), halvings=2))
     assert isinstance(join, JoinGroup)
     assert join.halvings == 2
@@ -268,37 +268,37 @@ def test_out_of_memory_halves_the_micro_batch() -> None:
 
 def test_an_error_of_the_run_itself_ends_it() -> None:
     error = Failure("error", "the loss diverged", 0)
-    ended, commands = advance(LEAVING, stopped(error), LIMITS)
+    ended, commands = next_state(LEAVING, stopped(error), LIMITS)
     assert ended == Ended(failure=error, given_up=GiveUp("the loss diverged"))
     assert commands == ()
 
 
 def test_one_failure_too_many_ends_the_run() -> None:
     event = stopped(lost=(1,), ready=(3,))
-    ended, commands = advance(Leaving(4, MEMBERS, FailureHistory((7, 7, 7))), event, LIMITS)
+    ended, commands = next_state(Leaving(4, MEMBERS, FailureHistory((7, 7, 7))), event, LIMITS)
     assert isinstance(ended, Ended)
     assert ended.failure == LOST
     assert ended.given_up is not None
     assert "--max-failures is 3" in ended.given_up.reason
     assert commands == ()
-    allowed, _ = advance(Leaving(4, MEMBERS, FailureHistory((7, 7))), event, LIMITS)
+    allowed, _ = next_state(Leaving(4, MEMBERS, FailureHistory((7, 7))), event, LIMITS)
     assert isinstance(allowed, Joining)
 
 
 def test_the_loss_of_all_hosts_without_replacements_ends_the_run() -> None:
-    ended, _ = advance(LEAVING, stopped(lost=MEMBERS), LIMITS)
+    ended, _ = next_state(LEAVING, stopped(lost=MEMBERS), LIMITS)
     assert isinstance(ended, Ended)
     assert ended.given_up is not None
     assert "no host is left" in ended.given_up.reason
 
 
 def test_an_unknown_fault_may_happen_once_at_a_step() -> None:
-    joining, _ = advance(LEAVING, stopped(FAULT), LIMITS)
+    joining, _ = next_state(LEAVING, stopped(FAULT), LIMITS)
     assert joining == Joining(5, MEMBERS, FailureHistory((7, 7), faulty_step=7))
     leaving = Leaving(5, MEMBERS, FailureHistory((7, 7), faulty_step=7))
-    elsewhere, _ = advance(leaving, stopped(FAULT, step=8), LIMITS)
+    elsewhere, _ = next_state(leaving, stopped(FAULT, step=8), LIMITS)
     assert elsewhere == Joining(6, MEMBERS, FailureHistory((7, 7, 8), faulty_step=8))
-    ended, commands = advance(leaving, stopped(FAULT), LIMITS)
+    ended, commands = next_state(leaving, stopped(FAULT), LIMITS)
     reason = "host 1: OSError: once; the same step failed twice"
     assert ended == Ended(failure=FAULT, given_up=GiveUp(reason))
     assert commands == ()
@@ -306,7 +306,7 @@ def test_an_unknown_fault_may_happen_once_at_a_step() -> None:
 
 def test_another_failure_at_the_step_of_a_fault_is_no_repetition() -> None:
     leaving = Leaving(5, MEMBERS, FailureHistory((7,), faulty_step=7))
-    joining, _ = advance(leaving, stopped(lost=(1,), ready=(3,)), LIMITS)
+    joining, _ = next_state(leaving, stopped(lost=(1,), ready=(3,)), LIMITS)
     assert joining == Joining(6, (0, 3, 2), FailureHistory((7, 7), faulty_step=7))
 
 
@@ -314,39 +314,39 @@ def test_another_failure_at_the_step_of_a_fault_is_no_repetition() -> None:
 
 
 def test_the_awaited_host_takes_the_rank() -> None:
-    joining, commands = advance(WAITING, HostsReady((0, 1, 2)), LIMITS)
+    joining, commands = next_state(WAITING, HostsReady((0, 1, 2)), LIMITS)
     assert joining == Joining(5, MEMBERS, ONCE), "the failure is counted already"
     assert commands == (JoinGroup(5, MEMBERS, 0, LOST, "host 1 was lost"),)
 
 
 def test_waiting_goes_on_while_a_host_is_being_started() -> None:
-    waiting, commands = advance(WAITING, HostsReady((0, 2), (1,)), LIMITS)
+    waiting, commands = next_state(WAITING, HostsReady((0, 2), (1,)), LIMITS)
     assert waiting == replace(WAITING, hosts=HostStatus(MEMBERS, frozenset({1}), (0, 2), (1,)))
     assert commands == ()
 
 
 def test_a_spare_that_is_ready_first_takes_the_rank() -> None:
-    joining, _ = advance(WAITING, HostsReady((0, 2, 3), (1,)), LIMITS)
+    joining, _ = next_state(WAITING, HostsReady((0, 2, 3), (1,)), LIMITS)
     assert joining == Joining(5, (0, 3, 2), ONCE)
 
 
 def test_waiting_ends_when_no_host_is_being_started() -> None:
-    joining, (join,) = advance(WAITING, HostsReady((0, 2)), LIMITS)
+    joining, (join,) = next_state(WAITING, HostsReady((0, 2)), LIMITS)
     assert joining == Joining(5, (0, 2), ONCE)
     assert isinstance(join, JoinGroup)
     assert join.failure == LOST
 
 
 def test_waiting_ends_when_time_is_up() -> None:
-    joining, _ = advance(WAITING, HostsReady((0, 2), (1,), may_wait=False), LIMITS)
+    joining, _ = next_state(WAITING, HostsReady((0, 2), (1,), may_wait=False), LIMITS)
     assert joining == Joining(5, (0, 2), ONCE)
 
 
 def test_waiting_for_all_hosts_ends_the_run_only_when_none_is_being_started() -> None:
     all_lost = replace(WAITING, hosts=HostStatus(MEMBERS, frozenset(MEMBERS), (), MEMBERS))
     late = HostsReady((), MEMBERS, may_wait=False)
-    assert advance(all_lost, late, LIMITS) == (all_lost, ()), "no one could go on without them"
-    ended, commands = advance(all_lost, HostsReady((), (), may_wait=False), LIMITS)
+    assert next_state(all_lost, late, LIMITS) == (all_lost, ()), "no one could go on without them"
+    ended, commands = next_state(all_lost, HostsReady((), (), may_wait=False), LIMITS)
     assert isinstance(ended, Ended)
     assert ended.failure == LOST
     assert commands == ()
@@ -354,7 +354,7 @@ def test_waiting_for_all_hosts_ends_the_run_only_when_none_is_being_started() ->
 
 def test_halvings_are_kept_while_waiting() -> None:
     waiting = replace(WAITING, history=FailureHistory((7, 7), halvings=2))
-    _, (join,) = advance(waiting, HostsReady(MEMBERS), LIMITS)
+    _, (join,) = next_state(waiting, HostsReady(MEMBERS), LIMITS)
     assert isinstance(join, JoinGroup)
     assert join.halvings == 2
 
@@ -363,4 +363,4 @@ def test_halvings_are_kept_while_waiting() -> None:
 
 
 def test_a_finished_run_has_ended_when_its_hosts_are_closed() -> None:
-    assert advance(Closing("completed"), AllClosed(), LIMITS) == (Ended("completed"), ())
+    assert next_state(Closing("completed"), AllClosed(), LIMITS) == (Ended("completed"), ())

@@ -30,7 +30,7 @@ from orchestrator.runtime.expert_parallel.states import (
     Starting,
     State,
     WaitingForHosts,
-    advance,
+    next_state,
 )
 from orchestrator.runtime.recovery import Failure, FailureKind, HostStatus
 from tests.runtime.expert_parallel.test_states import EVENTS, LIMITS, MEMBERS
@@ -58,7 +58,7 @@ class AnyRun(RuleBasedStateMachine):
 
     def handle(self, event: Event) -> None:
         before = self.state
-        self.state, commands = advance(before, event, self.limits)
+        self.state, commands = next_state(before, event, self.limits)
         for command in commands:
             match command:
                 case JoinGroup():
@@ -175,7 +175,7 @@ class AnyRun(RuleBasedStateMachine):
                 case Ended():
                     break
         assert isinstance(self.state, Ended)
-        assert all(advance(self.state, event, self.limits) == (self.state, ()) for event in EVENTS)
+        assert all(next_state(self.state, event, self.limits) == (self.state, ()) for event in EVENTS)
 
 
 TestAnyRun = AnyRun.TestCase
@@ -188,12 +188,12 @@ def test_repeated_failures_always_end_the_run(kinds: list[FailureKind], max_fail
     """A run that fails before each segment, with enough hosts, ends after the allowed number of
     failures."""
     limits = RunLimits(3, max_failures)
-    state, _ = advance(Starting(), HostsReady(MEMBERS), LIMITS)
+    state, _ = next_state(Starting(), HostsReady(MEMBERS), LIMITS)
     for step, kind in enumerate(kinds):
-        state, _ = advance(state, AllJoined(), limits)
-        state, _ = advance(state, FailureSeen(), limits)
+        state, _ = next_state(state, AllJoined(), limits)
+        state, _ = next_state(state, FailureSeen(), limits)
         failure = Failure(kind, "something", micro_batch=8)
-        state, _ = advance(state, GroupStopped((failure,), HostStatus(MEMBERS), step), limits)
+        state, _ = next_state(state, GroupStopped((failure,), HostStatus(MEMBERS), step), limits)
         if isinstance(state, Ended):
             assert kind == "error" or step == max_failures
             return

@@ -26,8 +26,8 @@ def lose_host_1(run: FakeRun) -> None:
     """Lose host 1 in a segment. A new process is ready to take its place, and joins with the others."""
     run.begin_first_segment()
     run.snapshots.step = 5
-    run.finish("advance", DIED, 1)
-    run.finish("advance", CONNECTION_CLOSED, 0, 2)
+    run.finish("run_segment", DIED, 1)
+    run.finish("run_segment", CONNECTION_CLOSED, 0, 2)
     run.poll()
     assert isinstance(run.state, Joining)
     assert run.state.members == (0, 1, 2)
@@ -36,7 +36,7 @@ def lose_host_1(run: FakeRun) -> None:
 def lose_all(run: FakeRun) -> None:
     """Lose all hosts in a segment. New ones join."""
     run.begin_first_segment()
-    run.finish("advance", DIED)
+    run.finish("run_segment", DIED)
     while not isinstance(run.state, Joining):
         run.poll()
 

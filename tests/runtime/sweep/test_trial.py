@@ -42,7 +42,7 @@ class _LosingGroup:
         self.is_running = True
         self.opened.append(0)
 
-    def advance(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
+    def run_part(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
         self._num_calls += 1
         if self._num_calls in self._lost:
             self.is_running = False

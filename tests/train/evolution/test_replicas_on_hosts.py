@@ -158,7 +158,7 @@ def go_on(
         with WorkerRun(prepared, world, run_dir, log, supervision, resume) as run:
             layers: list[MoELayer] = [layer for _, layer in gated_layers(run.loop.stepper.strategy.model)]
             hosts = [[expert.hosts for expert in layer.structure.experts] for layer in layers]
-            run.advance(end - run.loop.progress.step, take_snapshot=True)
+            run.run_steps(end - run.loop.progress.step, take_snapshot=True)
         log.close()
         return {"hosts": hosts, "snapshot": sink.snapshots[-1]}
 

@@ -58,7 +58,7 @@ def test_a_phase_and_a_completed_wait_are_progress() -> None:
     assert json.loads(heartbeat.encode(membership)) == ["evaluate", 8, 3, False], "the step stays"
     membership.wait_until(lambda: True)
     assert json.loads(heartbeat.encode(membership)) == ["evaluate", 8, 4, False]
-    heartbeat.advance()
+    heartbeat.beat()
     assert json.loads(heartbeat.encode(membership)) == ["evaluate", 8, 5, False], "a batch of it"
     waiting: list[Any] = []
     membership.record_wait(lambda: waiting.extend(json.loads(heartbeat.encode(membership))))

@@ -26,11 +26,11 @@ class PhaseRecorder(Heartbeat):
     def __init__(self) -> None:
         super().__init__()
         self.phases: list[Phase] = []
-        self.advances: list[Phase] = []
+        self.beats: list[Phase] = []
 
-    def advance(self) -> None:
-        super().advance()
-        self.advances.append(self.phase)
+    def beat(self) -> None:
+        super().beat()
+        self.beats.append(self.phase)
 
     def enter_phase(self, phase: Phase, step: int | None = None) -> None:
         super().enter_phase(phase, step)
@@ -47,11 +47,11 @@ def test_segments_train_the_same_steps_as_one_run(tmp_path: Path) -> None:
     run_dir.mkdir()
     log = EventLog(run_dir / "events.jsonl")
     loop = Loop(build_small_training(run_dir, log, max_steps=95, log_every=50))
-    assert loop.advance(7) is None
+    assert loop.run_steps(7) is None
     assert losses_in(run_dir) == losses[:3]
-    assert loop.advance(46) is None
+    assert loop.run_steps(46) is None
     assert losses_in(run_dir) == losses[:53]
-    outcome = loop.advance(1000)
+    outcome = loop.run_steps(1000)
     log.close()
     assert outcome is not None
     assert outcome.status == "completed"
@@ -99,7 +99,7 @@ def test_each_micro_batch_and_each_batch_of_an_evaluation_is_progress(tmp_path: 
     before_events = heartbeat.phases[: heartbeat.phases.index("save")]
     assert before_events.count("first step") == 1 + 16, "entered again after each micro-batch's data"
     # 359 samples of the digits are for validation.
-    assert heartbeat.advances.count("evaluate") == 9
+    assert heartbeat.beats.count("evaluate") == 9
 
 
 def test_the_first_steps_of_a_process_are_marked_as_warm_up(tmp_path: Path) -> None:
