@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.runtime.bootstrap import LINKED_FILES
 from orchestrator.runtime.folder_link import FolderLink
-from orchestrator.runtime.folder_server import FolderServer, Link
+from orchestrator.runtime.folder_server import DriverEnd, FolderServer
 from orchestrator.storage.folder import RemoteError
 from orchestrator.storage.local_files import replace_file
 from orchestrator.train.remote.node_store import Ask
@@ -77,7 +77,7 @@ def asking(driver_dir: Path) -> Ask:
 
 
 def linked(server: ServerHandle, run_dir: Path, rank: int = 0) -> FolderLink:
-    return FolderLink(Link("memory://run", server), run_dir, rank)
+    return FolderLink(DriverEnd("memory://run", server), run_dir, rank)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -28,7 +28,7 @@ from orchestrator.errors import UserError
 from orchestrator.redaction import Secrets, mask_error, masked_stream
 from orchestrator.runtime.cluster.environment import set_variables, variable
 from orchestrator.runtime.folder_link import FolderLink
-from orchestrator.runtime.folder_server import Link
+from orchestrator.runtime.folder_server import DriverEnd
 
 # The driver imports this module before it plans a run; torch is imported where it is needed.
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Assignment:
     nonce: str
     resume: ResumeFrom | None
     """Where to resume; None at the first start of a run."""
-    link: Link | None = None
+    link: DriverEnd | None = None
     """The driver's end of a link to its run folder, if the nodes share no disk."""
     start: RemoteStart | None = None
     """The checkpoint of another remote run that this one begins with."""

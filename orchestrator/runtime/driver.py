@@ -45,7 +45,7 @@ from orchestrator.runtime.bootstrap import NONCE_FILE, REQUESTS_FILE, Assignment
 from orchestrator.runtime.cluster.session import wait_for_slots
 from orchestrator.runtime.cluster.survey import resources_now
 from orchestrator.runtime.failures import final_error
-from orchestrator.runtime.folder_server import Link
+from orchestrator.runtime.folder_server import DriverEnd
 from orchestrator.runtime.ray_internals import (
     logs_folder,
     placement_groups_of_job,
@@ -275,7 +275,7 @@ class _Driver:
     requests: _Requests
     note: Callable[[str], None]
     remote: RemoteRun | None = None
-    _link: Link | None = None
+    _link: DriverEnd | None = None
     """The link to the run folder, for workers that do not see it."""
 
     def run(self) -> str:

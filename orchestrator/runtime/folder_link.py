@@ -21,7 +21,14 @@ import ray
 from orchestrator.record.files.events import whole_line_bytes
 from orchestrator.record.files.remote_record import EVENTS
 from orchestrator.runtime.failures import cause_of
-from orchestrator.runtime.folder_server import Change, Link, Opened, is_growing, read_range, run_files
+from orchestrator.runtime.folder_server import (
+    DriverEnd,
+    FileChange,
+    Opened,
+    is_growing,
+    read_range,
+    run_files,
+)
 from orchestrator.storage.folder import RemoteError
 from orchestrator.storage.local_files import replace_file
 from orchestrator.types import bytes_text, first_line
@@ -41,7 +48,7 @@ _logger = logging.getLogger("orchestrator")
 class FolderLink:
     """A worker's end of a link, while the block runs."""
 
-    def __init__(self, link: Link, run_dir: Path, rank: int) -> None:
+    def __init__(self, link: DriverEnd, run_dir: Path, rank: int) -> None:
         """``run_dir`` is the folder that the worker works in."""
         self._server = link.server
         self._run_dir = run_dir
@@ -172,7 +179,7 @@ class FolderLink:
             self._sent |= {change.name: version for change, version in changes}
             self._write(files)
 
-    def _new_changes(self) -> Iterator[tuple[Change, tuple[int, int]]]:
+    def _new_changes(self) -> Iterator[tuple[FileChange, tuple[int, int]]]:
         """Yield the changes of files, the events first, with the versions that the driver then has."""
         for name, path in run_files(self._run_dir):
             try:
@@ -185,7 +192,7 @@ class FolderLink:
             if change is not None:
                 yield change
 
-    def _new_bytes(self, name: str, path: Path) -> tuple[Change, tuple[int, int]] | None:
+    def _new_bytes(self, name: str, path: Path) -> tuple[FileChange, tuple[int, int]] | None:
         """Return the next bytes of a file that grows; of the events, in whole lines at the end."""
         size = whole_line_bytes(path) if name == EVENTS else path.stat().st_size
         sent, _ = self._sent.get(name, (0, 0))
@@ -193,9 +200,9 @@ class FolderLink:
             return None
         data = read_range(path, sent, min(size, sent + _MAX_PIECE_BYTES))
         self._is_behind |= sent + len(data) < size
-        return Change(name, data, self._sizes.get(name, 0)), (sent + len(data), 0)
+        return FileChange(name, data, self._sizes.get(name, 0)), (sent + len(data), 0)
 
-    def _new_content(self, name: str, path: Path) -> tuple[Change, tuple[int, int]] | None:
+    def _new_content(self, name: str, path: Path) -> tuple[FileChange, tuple[int, int]] | None:
         """Return the content of a file that has changed and is small."""
         version = _file_version(path)
         if version[0] > _MAX_FILE_BYTES:
@@ -204,7 +211,7 @@ class FolderLink:
             return None
         if version == self._sent.get(name):
             return None
-        return Change(name, path.read_bytes()), version
+        return FileChange(name, path.read_bytes()), version
 
     def _leave_behind(self, name: str, message: str) -> None:
         self._left_behind.add(name)

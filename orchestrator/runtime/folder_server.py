@@ -30,7 +30,7 @@ _MAIN_WRITER = FOLDER / ".main_writer"
 
 
 @dataclass(frozen=True)
-class Link:
+class DriverEnd:
     """The driver's end of the links of a run, as the workers get it."""
 
     url: str
@@ -40,7 +40,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Change:
+class FileChange:
     """The new content of a file, or bytes that follow in a file that grows."""
 
     name: str
@@ -103,7 +103,7 @@ class FolderServer:
             return Opened(writer, files | self._files_for_all(), sizes)
 
     def exchange(
-        self, writer: int, call: int, changes: Sequence[Change]
+        self, writer: int, call: int, changes: Sequence[FileChange]
     ) -> tuple[dict[str, int], dict[str, bytes]]:
         """Write what has changed, in this order. Return sizes of files that grow, and files for all workers.
 

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.checkpoint.files import MANIFEST
 from orchestrator.errors import UserError
 from orchestrator.runtime.bootstrap import LINKED_FILES, NONCE_FILE
-from orchestrator.runtime.folder_server import Link, start_server
+from orchestrator.runtime.folder_server import DriverEnd, start_server
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote.checkpoints import CHECKPOINTS
 from orchestrator.train.remote.remote_start import START, RemoteStart
@@ -27,7 +27,7 @@ _PROBE = ".reachable"
 _MAX_NONCE_BYTES = 100
 
 
-def open_link(run_dir: Path, remote: RemoteFolder, gpu: bool) -> Link | None:
+def open_link(run_dir: Path, remote: RemoteFolder, gpu: bool) -> DriverEnd | None:
     """Return a link to the run folder if a node does not see it; None if all do.
 
     Raises ``UserError`` if a node sees neither the run folder nor the remote one."""
@@ -48,7 +48,7 @@ def open_link(run_dir: Path, remote: RemoteFolder, gpu: bool) -> Link | None:
                 "node the credentials of the storage (see docs/storage.md), or start the run in a folder on "
                 "a drive that all nodes share"
             )
-    return Link(remote.url, start_server(run_dir, LINKED_FILES))
+    return DriverEnd(remote.url, start_server(run_dir, LINKED_FILES))
 
 
 def nodes_see_start(start: RemoteStart, gpu: bool) -> bool:

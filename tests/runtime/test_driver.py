@@ -26,7 +26,7 @@ from orchestrator.record.files.events import EventLog, of_kind, read_events
 from orchestrator.runtime import driver as module
 from orchestrator.runtime.bootstrap import REQUESTS_FILE, Assignment
 from orchestrator.runtime.driver import Attempt, AttemptResult, Observers, drive
-from orchestrator.runtime.folder_server import Link
+from orchestrator.runtime.folder_server import DriverEnd
 from orchestrator.runtime.recovery import Failure, GiveUp
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.storage.folder import RemoteFolder
@@ -284,7 +284,7 @@ def test_a_linked_run_whose_last_events_have_not_arrived_has_failed(
 ) -> None:
     cluster = fake_cluster((COMPLETED, range(1, 5)))
     folder = RemoteFolder(f"memory://{uuid4().hex}/run1")
-    monkeypatch.setattr(module, "open_link", lambda *_: Link(folder.url, None))
+    monkeypatch.setattr(module, "open_link", lambda *_: DriverEnd(folder.url, None))
     # The end of an earlier session does not count.
     EventLog(cluster.run_dir / "events.jsonl").write("end", status="stopped", steps=0)
     remote = RemoteRun(folder, cluster.run_dir, Mirror(cluster.run_dir, folder))

@@ -8,7 +8,7 @@ import pytest
 
 from harness.storage.folder_links import ServerHandle, linked, wait_until
 from orchestrator.record.files.events import EventLog, read_events
-from orchestrator.runtime.folder_server import Change, FolderServer
+from orchestrator.runtime.folder_server import FileChange, FolderServer
 from orchestrator.storage.folder import RemoteError
 from orchestrator.train.remote.publish_requests import PUBLISH, open_requests
 
@@ -60,12 +60,12 @@ def test_files_outside_of_the_run_folder_are_not_written(driver_dir: Path, tmp_p
     writer = server.open(is_main=True).writer
     for call, name in enumerate((str(outside), "../outside", "logs/../../outside", "")):
         for offset in (None, 0):
-            server.exchange(writer, call, [Change(name, b"written", offset)])
+            server.exchange(writer, call, [FileChange(name, b"written", offset)])
     with pytest.raises(ValueError, match="cannot have the name"):
         server.ask(writer, "publish", "a/../../../outside", b"written")
     assert not outside.exists()
     assert not list(tmp_path.rglob("outside*"))
-    server.exchange(writer, 10, [Change("own/notes.txt", b"written")])
+    server.exchange(writer, 10, [FileChange("own/notes.txt", b"written")])
     assert (driver_dir / "own" / "notes.txt").read_text() == "written"
 
 
@@ -73,8 +73,8 @@ def test_an_exchange_that_comes_after_a_later_one_writes_nothing(driver_dir: Pat
     """Its worker has not waited for the reply any longer, and has sent the file again."""
     server = FolderServer(driver_dir, ())
     writer = server.open(is_main=True).writer
-    server.exchange(writer, 2, [Change("plan.json", b"new")])
-    server.exchange(writer, 1, [Change("plan.json", b"old")])
+    server.exchange(writer, 2, [FileChange("plan.json", b"new")])
+    server.exchange(writer, 1, [FileChange("plan.json", b"old")])
     assert (driver_dir / "plan.json").read_bytes() == b"new"
 
 

@@ -13,7 +13,7 @@ from ray.exceptions import NodeDiedError
 
 from orchestrator.errors import UserError
 from orchestrator.runtime import shared_folder
-from orchestrator.runtime.folder_server import Link
+from orchestrator.runtime.folder_server import DriverEnd
 from orchestrator.storage.folder import RemoteFolder
 
 
@@ -60,7 +60,7 @@ def test_one_node_that_does_not_see_the_folder_links_all(
 ) -> None:
     remote = RemoteFolder(f"memory://{uuid4().hex}")
     answering(monkeypatch, [True, False], ["", ""], link="server")
-    assert shared_folder.open_link(driver_dir, remote, gpu=False) == Link(remote.url, "server")
+    assert shared_folder.open_link(driver_dir, remote, gpu=False) == DriverEnd(remote.url, "server")
     assert remote.files() == {}
 
 

@@ -14,7 +14,7 @@ from orchestrator.record.files.events import Event, EventLog, encode_event, read
 from orchestrator.record.files.tail import Follower
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.folder_link import FolderLink
-from orchestrator.runtime.folder_server import Change, FolderServer, Link
+from orchestrator.runtime.folder_server import DriverEnd, FileChange, FolderServer
 
 EVENTS = "events.jsonl"
 
@@ -35,18 +35,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "driver"
 
 
-def killed_in_append(folder: Path, change: Change, num_bytes: int) -> tuple[FolderServer, int]:
+def killed_in_append(folder: Path, change: FileChange, num_bytes: int) -> tuple[FolderServer, int]:
     """Return a server that was restarted after it had appended so many bytes, and the worker's number."""
     server = FolderServer(folder, ())
     writer = server.open(is_main=True).writer
-    server.exchange(writer, 1, [Change(change.name, lines_of(1, 2), 0)])
+    server.exchange(writer, 1, [FileChange(change.name, lines_of(1, 2), 0)])
     with (folder / change.name).open("ab") as file:
         file.write(change.data[:num_bytes])
     return FolderServer(folder, ()), writer
 
 
 def test_an_append_that_is_sent_again_completes_the_torn_one(folder: Path) -> None:
-    change = Change(EVENTS, lines_of(3, 4, 5), len(lines_of(1, 2)))
+    change = FileChange(EVENTS, lines_of(3, 4, 5), len(lines_of(1, 2)))
     for num_bytes in range(len(change.data) + 1):
         server, writer = killed_in_append(folder, change, num_bytes)
         server.exchange(writer, 2, [change])
@@ -55,11 +55,11 @@ def test_an_append_that_is_sent_again_completes_the_torn_one(folder: Path) -> No
 
 
 def test_the_next_main_worker_begins_on_a_new_line(folder: Path) -> None:
-    change = Change(EVENTS, lines_of(3), len(lines_of(1, 2)))
+    change = FileChange(EVENTS, lines_of(3), len(lines_of(1, 2)))
     server, _ = killed_in_append(folder, change, len(change.data) // 2)
     assert steps_in(folder) == [1, 2]
     opened = server.open(is_main=True)
-    server.exchange(opened.writer, 1, [Change(EVENTS, lines_of(3, 4), opened.sizes[EVENTS])])
+    server.exchange(opened.writer, 1, [FileChange(EVENTS, lines_of(3, 4), opened.sizes[EVENTS])])
     assert (folder / EVENTS).read_bytes() == lines_of(1, 2, 3, 4)
 
 
@@ -67,7 +67,7 @@ def test_readers_of_a_growing_record_see_each_event_once(folder: Path) -> None:
     seen: list[Event] = []
     (folder / EVENTS).touch()
     follower = Follower(folder / EVENTS, [seen.append])
-    change = Change(EVENTS, lines_of(3, 4), len(lines_of(1, 2)))
+    change = FileChange(EVENTS, lines_of(3, 4), len(lines_of(1, 2)))
     server, writer = killed_in_append(folder, change, len(lines_of(3)) - 9)
     follower.poll()
     assert [event["step"] for event in seen] == [1, 2]
@@ -79,8 +79,8 @@ def test_readers_of_a_growing_record_see_each_event_once(folder: Path) -> None:
 def test_a_log_with_equal_lines_keeps_them_all(folder: Path) -> None:
     server = FolderServer(folder, ())
     writer = server.open(is_main=False).writer
-    sizes, _ = server.exchange(writer, 1, [Change("worker_1.log", b"waiting\n", 0)])
-    again = Change("worker_1.log", b"waiting\nready\n", sizes["worker_1.log"])
+    sizes, _ = server.exchange(writer, 1, [FileChange("worker_1.log", b"waiting\n", 0)])
+    again = FileChange("worker_1.log", b"waiting\nready\n", sizes["worker_1.log"])
     for _ in range(2):
         restarted = FolderServer(folder, ())
         restarted.exchange(writer, 2, [again])
@@ -91,9 +91,9 @@ def test_two_workers_that_write_one_log_lose_no_line(folder: Path) -> None:
     """A host that leaves a group sends its last lines while another one has its rank already."""
     server = FolderServer(folder, ())
     old, new = (server.open(is_main=False).writer for _ in range(2))
-    server.exchange(old, 1, [Change("worker_1.log", b"begun\n", 0)])
-    server.exchange(new, 1, [Change("worker_1.log", b"joined\n", 0)])
-    sizes, _ = server.exchange(old, 2, [Change("worker_1.log", b"left\n", 6)])
+    server.exchange(old, 1, [FileChange("worker_1.log", b"begun\n", 0)])
+    server.exchange(new, 1, [FileChange("worker_1.log", b"joined\n", 0)])
+    sizes, _ = server.exchange(old, 2, [FileChange("worker_1.log", b"left\n", 6)])
     assert sizes == {"worker_1.log": 18}
     assert (folder / "worker_1.log").read_text() == "begun\njoined\nleft\n"
 
@@ -128,8 +128,8 @@ def test_an_append_that_failed_on_a_full_disk_is_completed_later(
 ) -> None:
     server = FolderServer(folder, ())
     writer = server.open(is_main=True).writer
-    server.exchange(writer, 1, [Change(name, lines_of(1), 0)])
-    change = Change(name, lines_of(2), len(lines_of(1)))
+    server.exchange(writer, 1, [FileChange(name, lines_of(1), 0)])
+    change = FileChange(name, lines_of(2), len(lines_of(1)))
     open_file = Path.open
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda path, *mode: FullDisk(open_file(path, *mode)))
@@ -142,7 +142,7 @@ def test_an_append_that_failed_on_a_full_disk_is_completed_later(
 def test_a_disk_that_is_full_after_a_restart_repeats_no_event(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change = Change(EVENTS, lines_of(3, 4), len(lines_of(1, 2)))
+    change = FileChange(EVENTS, lines_of(3, 4), len(lines_of(1, 2)))
     server, writer = killed_in_append(folder, change, len(lines_of(3)))
     open_file = Path.open
     with monkeypatch.context() as patch:
@@ -167,7 +167,9 @@ def test_long_events_are_sent_in_pieces(
     server = FolderServer(folder, ())
     pieces: list[bytes] = []
 
-    def exchange(writer: int, call: int, changes: list[Change]) -> tuple[dict[str, int], dict[str, bytes]]:
+    def exchange(
+        writer: int, call: int, changes: list[FileChange]
+    ) -> tuple[dict[str, int], dict[str, bytes]]:
         pieces.extend(change.data for change in changes)
         return server.exchange(writer, call, changes)
 
@@ -175,7 +177,7 @@ def test_long_events_are_sent_in_pieces(
         open=SimpleNamespace(remote=server.open), exchange=SimpleNamespace(remote=exchange)
     )
     run_dir = tmp_path / "worker"
-    with FolderLink(Link("memory://run", handle), run_dir, rank=0):
+    with FolderLink(DriverEnd("memory://run", handle), run_dir, rank=0):
         log = EventLog(run_dir / EVENTS)
         log.write_all({"event": "step", "time": 1.0, "step": step} for step in range(1, 21))
         log.write("notice", message="long " * 100)

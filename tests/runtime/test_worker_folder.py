@@ -12,7 +12,7 @@ from harness.storage.folder_links import ServerHandle
 from orchestrator.record.files.events import EventLog, read_events
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.bootstrap import Assignment, worker_folder
-from orchestrator.runtime.folder_server import Link
+from orchestrator.runtime.folder_server import DriverEnd
 
 
 def test_workers_of_two_nodes_with_one_temporary_folder_have_folders_of_their_own(
@@ -20,7 +20,7 @@ def test_workers_of_two_nodes_with_one_temporary_folder_have_folders_of_their_ow
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     prepared: Any = SimpleNamespace(earlier=None)
-    link = Link("memory://run", server)
+    link = DriverEnd("memory://run", server)
     assignment = Assignment(prepared, tmp_path / "driver", tmp_path, "this run", None, link)
     folders: set[Path] = set()
     for node in ("node1", "node2"):
@@ -35,7 +35,7 @@ def assignment_of(server: ServerHandle, tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     prepared: Any = SimpleNamespace(earlier=None)
-    link = Link("memory://run", server)
+    link = DriverEnd("memory://run", server)
     return Assignment(prepared, tmp_path / "driver", tmp_path, "this run", None, link)
 
 

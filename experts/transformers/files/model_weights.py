@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.transformers.files.names import Group, division_of, group_keys, targets_of
+from experts.transformers.files.names import TensorGroup, division_of, group_keys, targets_of
 from experts.transformers.files.original import Stored
 from experts.transformers.files.places import ExpertsPlace, is_hosted, places_of
 from experts.transformers.files.reading import converted, expert_parts, whole_parts
@@ -30,7 +30,7 @@ class ModelWeights:
         self._places = places_of(model)
         self._experts = _expert_names(model)
         grouping = group_keys(model, shards.entries, self._places)
-        self._group_of: dict[str, Group] = {
+        self._group_of: dict[str, TensorGroup] = {
             target: group for group in grouping.groups for target in targets_of(group, self._places)
         }
         self._last = threading.local()
@@ -60,14 +60,14 @@ class ModelWeights:
             value = converted(self._model, group, parts, self._places, self._shards, row)[target]
         return in_our_layout(module, value)[0]
 
-    def _read_whole(self, group: Group) -> Mapping[str, Tensor]:
+    def _read_whole(self, group: TensorGroup) -> Mapping[str, Tensor]:
         """Return all tensors of a group. The last is kept: its experts are asked for one after another."""
         if getattr(self._last, "group", None) is not group:
             self._last.group = group
             self._last.tensors = converted(self._model, group, whole_parts(group), self._places, self._shards)
         return self._last.tensors
 
-    def _shapes(self, group: Group) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, group: TensorGroup) -> dict[str, tuple[int, ...]]:
         return {key: self._shards.entries[key].shape for key in group.all_keys}
 
     def _stored(self) -> Iterator[tuple[str, Stored]]:

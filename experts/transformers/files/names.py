@@ -18,7 +18,7 @@ from experts.transformers.files.places import ExpertsPlace, Places
 
 
 @dataclass
-class Group:
+class TensorGroup:
     """The tensors of files that become one tensor of the model, or a few of one conversion."""
 
     target: str
@@ -37,7 +37,7 @@ class Group:
 class Grouping:
     """All tensors of the files by what becomes of them."""
 
-    groups: Sequence[Group]
+    groups: Sequence[TensorGroup]
     unexpected: Sequence[str]
     """Names in the files that the model has no tensor for."""
 
@@ -51,7 +51,7 @@ def group_keys(model: Any, keys: Iterable[str], places: Places) -> Grouping:
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    groups: dict[str, Group] = {}
+    groups: dict[str, TensorGroup] = {}
     unexpected: list[str] = []
     # In natural order: experts.10 comes after experts.9.
     for key in sorted(keys, key=dot_natural_key):
@@ -60,7 +60,7 @@ def group_keys(model: Any, keys: Iterable[str], places: Places) -> Grouping:
             unexpected.append(key)
             continue
         converter = None if pattern is None else converter_of[pattern]
-        group = groups.setdefault(target, Group(target, converter))
+        group = groups.setdefault(target, TensorGroup(target, converter))
         if (converter is None) != (group.converter is None):
             raise ValueError(f"{key} and {group.all_keys[0]} both become {target}; the files hold it twice")
         group.keys.setdefault(pattern or key, []).append(key)
@@ -106,7 +106,11 @@ class _Shapes:
 
 
 def convert(
-    group: Group, inputs: Mapping[str, Sequence[Tensor]], config: Any, places: Places, row: int | None = None
+    group: TensorGroup,
+    inputs: Mapping[str, Sequence[Tensor]],
+    config: Any,
+    places: Places,
+    row: int | None = None,
 ) -> dict[str, Tensor]:
     """Return the model's tensors from those of the files, which come by their patterns.
 
@@ -123,7 +127,7 @@ Division = Literal["names", "rows", "none"]
 """How a host finds one expert in files: by its own tensors, as a row of stacks, or not at all."""
 
 
-def division_of(group: Group, place: ExpertsPlace, shapes: Mapping[str, tuple[int, ...]]) -> Division:
+def division_of(group: TensorGroup, place: ExpertsPlace, shapes: Mapping[str, tuple[int, ...]]) -> Division:
     """Return how an expert is found in the tensors of a group. ``shapes`` are those in the files.
 
     Raises ``ValueError`` where experts are missing."""
@@ -180,7 +184,7 @@ def _memory(place: Any) -> object:
     return (place.tensor.device, place.tensor.data_ptr()) if place.tensor.numel() else place.name
 
 
-def targets_of(group: Group, places: Places) -> list[str]:
+def targets_of(group: TensorGroup, places: Places) -> list[str]:
     """Return the names of all tensors that a group becomes."""
     if group.converter is None:
         return [group.target]

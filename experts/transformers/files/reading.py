@@ -18,8 +18,8 @@ from torch import Tensor
 from experts.transformers.files.initial import restore_buffers
 from experts.transformers.files.names import (
     Division,
-    Group,
     Grouping,
+    TensorGroup,
     check_complete,
     convert,
     division_of,
@@ -149,7 +149,7 @@ def _copying(shards: Shards, part: Slice, target: Tensor) -> Callable[[], None]:
     return fill
 
 
-def _whole_piece(model: Any, group: Group, places: Places, shards: Shards) -> _Piece:
+def _whole_piece(model: Any, group: TensorGroup, places: Places, shards: Shards) -> _Piece:
     """Read and convert all tensors of a group at once."""
     parts = whole_parts(group)
 
@@ -167,7 +167,7 @@ def _whole_piece(model: Any, group: Group, places: Places, shards: Shards) -> _P
     return _Piece(_sum_bytes(parts, shards), fill)
 
 
-def _expert_pieces(model: Any, group: Group, places: Places, shards: Shards) -> Iterator[_Piece]:
+def _expert_pieces(model: Any, group: TensorGroup, places: Places, shards: Shards) -> Iterator[_Piece]:
     """Read the tensors, or the rows, of the experts that this host holds."""
     place = places[group.target]
     assert isinstance(place, ExpertsPlace)
@@ -182,7 +182,7 @@ def _expert_pieces(model: Any, group: Group, places: Places, shards: Shards) -> 
 
 
 def _expert_piece(
-    model: Any, group: Group, expert: tuple[int, Parts], places: Places, shards: Shards
+    model: Any, group: TensorGroup, expert: tuple[int, Parts], places: Places, shards: Shards
 ) -> _Piece:
     """Read and convert one expert: its row, and its parts of the files."""
     row, parts = expert
@@ -200,12 +200,12 @@ def _expert_piece(
     return _Piece(_sum_bytes(parts, shards), fill)
 
 
-def whole_parts(group: Group) -> Parts:
+def whole_parts(group: TensorGroup) -> Parts:
     """Return all tensors of a group in the files."""
     return {pattern: [Slice(key) for key in keys] for pattern, keys in group.keys.items()}
 
 
-def expert_parts(group: Group, division: Division, row: int) -> Parts:
+def expert_parts(group: TensorGroup, division: Division, row: int) -> Parts:
     """Return the tensors of one expert in the files, or its rows of them."""
     rows = (row, row + 1) if division == "rows" else None
     number = row if division == "names" else 0
@@ -213,7 +213,7 @@ def expert_parts(group: Group, division: Division, row: int) -> Parts:
 
 
 def converted(
-    model: Any, group: Group, parts: Parts, places: Places, shards: Shards, row: int | None = None
+    model: Any, group: TensorGroup, parts: Parts, places: Places, shards: Shards, row: int | None = None
 ) -> Mapping[str, Tensor]:
     """Read parts of the files, and return them as tensors of the model: whole, or those of one expert."""
     inputs = {pattern: [shards.read(part) for part in slices] for pattern, slices in parts.items()}

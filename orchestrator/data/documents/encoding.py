@@ -12,7 +12,7 @@ import numpy as np
 
 from orchestrator.data.documents.chat import ChatRenderer, RenderedChat
 from orchestrator.data.documents.counts import BadRows, ReadingCounts
-from orchestrator.data.documents.kinds import BadRowError, Chat, Completion, Text
+from orchestrator.data.documents.kinds import BadRowError, Chat, Completion, TextRow
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.store import TokenDocument
 from orchestrator.errors import UserError
@@ -39,7 +39,7 @@ class Encoder:
         self._bad_rows = bad_rows
         self._renderer: ChatRenderer | None = None
 
-    def encode_texts(self, texts: Sequence[Text]) -> list[TokenDocument]:
+    def encode_texts(self, texts: Sequence[TextRow]) -> list[TokenDocument]:
         """Return texts that end with EOS; all of their tokens are trained."""
         tokenised = self._tokenise([text.text for text in texts], special=True)
         documents = [_all_trained(np.append(tokens_T, self.eos)) for tokens_T in tokenised]

@@ -44,7 +44,7 @@ class BadRowError(Exception):
 
 
 @dataclass(frozen=True)
-class Text:
+class TextRow:
     place: str
     text: str
 
@@ -65,7 +65,7 @@ class Completion:
     completion: str
 
 
-ParsedRow = Text | Chat | Completion
+ParsedRow = TextRow | Chat | Completion
 
 
 class RowParser:
@@ -89,7 +89,7 @@ class RowParser:
             )
         self.check_kind(kind, row.place)
         if kind == TEXT:
-            return Text(row.place, _string(columns, self._text_column))
+            return TextRow(row.place, _string(columns, self._text_column))
         if kind == CHAT:
             name = "messages" if "messages" in columns else "conversations"
             return Chat(row.place, _messages(columns[name], name), _tools(columns.get("tools")))

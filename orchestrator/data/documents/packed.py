@@ -16,7 +16,7 @@ from orchestrator.data.documents.counts import DocumentCounts
 from orchestrator.data.documents.document_set import DocumentSet, hold_out
 from orchestrator.data.documents.kinds import CHAT, TEXT
 from orchestrator.data.documents.options import DocumentOptions
-from orchestrator.data.documents.packing import Layout, best_fit, count_up, cut, joined, one_per_sample
+from orchestrator.data.documents.packing import SegmentLayout, best_fit, count_up, cut, joined, one_per_sample
 from orchestrator.data.documents.store import TokenStore
 
 NO_LABEL = -100
@@ -114,7 +114,7 @@ class PackedDocuments:
         return PackedDocuments(kept, self._options), PackedDocuments(held_out, self._options)
 
 
-def _lay_out(documents: DocumentSet, options: DocumentOptions) -> Layout:
+def _lay_out(documents: DocumentSet, options: DocumentOptions) -> SegmentLayout:
     if not options.packing:
         return one_per_sample(cut(documents.pieces, options.sequence_length))
     pack = joined if documents.store.kind == TEXT else best_fit

@@ -28,7 +28,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SegmentLayout:
     """Segments of documents in the order of samples: sample r has those from ``first_R[r]`` on."""
 
     begin_G: np.ndarray
@@ -44,8 +44,8 @@ class Layout:
         return int(self.length_G.sum())
 
 
-def one_per_sample(pieces: Pieces) -> Layout:
-    return Layout(pieces.begin_N, pieces.length_N, np.arange(len(pieces) + 1))
+def one_per_sample(pieces: Pieces) -> SegmentLayout:
+    return SegmentLayout(pieces.begin_N, pieces.length_N, np.arange(len(pieces) + 1))
 
 
 def cut(pieces: Pieces, sequence_length: int) -> Pieces:
@@ -60,7 +60,7 @@ def cut(pieces: Pieces, sequence_length: int) -> Pieces:
     return Pieces(pieces.begin_N[document_G] + offset_G, length_G).take(np.flatnonzero(is_kept_G))
 
 
-def joined(pieces: Pieces, sequence_length: int) -> Layout:
+def joined(pieces: Pieces, sequence_length: int) -> SegmentLayout:
     """Join documents one after another, and cut them where a sample ends. The last sample may be short."""
     ends_N = np.cumsum(pieces.length_N)
     begins_N = ends_N - pieces.length_N
@@ -71,10 +71,10 @@ def joined(pieces: Pieces, sequence_length: int) -> Layout:
     document_G = np.searchsorted(ends_N, begin_G, side="right")
     place_G = pieces.begin_N[document_G] + begin_G - begins_N[document_G]
     first_R = np.append(np.searchsorted(begin_G, sample_begins), len(begin_G))
-    return Layout(place_G, length_G, first_R)
+    return SegmentLayout(place_G, length_G, first_R)
 
 
-def best_fit(pieces: Pieces, sequence_length: int) -> Layout:
+def best_fit(pieces: Pieces, sequence_length: int) -> SegmentLayout:
     """Put each document, long ones first, into the sample where it leaves the least space.
 
     Documents of one length keep their order. None is longer than a sample."""
@@ -105,7 +105,7 @@ def best_fit(pieces: Pieces, sequence_length: int) -> Layout:
             samples_by_space[left].append(sample)
     by_sample_N = np.argsort(sample_N, kind="stable")
     first_R = np.searchsorted(sample_N[by_sample_N], np.arange(num_samples + 1))
-    return Layout(pieces.begin_N[by_sample_N], pieces.length_N[by_sample_N], first_R)
+    return SegmentLayout(pieces.begin_N[by_sample_N], pieces.length_N[by_sample_N], first_R)
 
 
 def count_up(counts: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from orchestrator.data.documents.kinds import (
     Completion,
     ParsedRow,
     RowParser,
-    Text,
+    TextRow,
 )
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.rows import BadRow, Row, RowFile
@@ -86,7 +86,7 @@ class DocumentReader:
                 yield from self._encoder.encode_tokens(row.value)
             else:
                 parsed += self._parse(row)
-        yield self._encoder.encode_texts([row for row in parsed if isinstance(row, Text)])
+        yield self._encoder.encode_texts([row for row in parsed if isinstance(row, TextRow)])
         yield self._encoder.encode_completions([row for row in parsed if isinstance(row, Completion)])
         yield self._encoder.encode_chats(self._render(row for row in parsed if isinstance(row, Chat)))
 

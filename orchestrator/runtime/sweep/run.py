@@ -44,7 +44,7 @@ from orchestrator.runtime.ray_internals import unpropagated_variables
 from orchestrator.runtime.sweep.devices import SweepDevices
 from orchestrator.runtime.sweep.optuna_search import OptunaSource
 from orchestrator.runtime.sweep.planned_point import planned_point
-from orchestrator.runtime.sweep.search import FixedPoints, NotPickled, Source, TrialRules, TrialSearcher
+from orchestrator.runtime.sweep.search import FixedPoints, NotPickled, PointSource, TrialRules, TrialSearcher
 from orchestrator.runtime.sweep.trial import MAX_RETRIES, SweepTrial
 from orchestrator.runtime.sweep.trial_worker import TrialSetup
 from orchestrator.tasks.load import loads_by_name
@@ -196,7 +196,7 @@ def make_source(
     plan: Plan,
     done: tuple[TrialRow, ...],
     workers_or_refusal: Callable[[Point], int | TrialRow],
-) -> Source:
+) -> PointSource:
     """Return the source of a sweep's points. Given points keep their order.
 
     Points of a grid or of random draws are sorted: first those that cannot be tried, which get

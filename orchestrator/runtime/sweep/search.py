@@ -19,7 +19,7 @@ _MAX_REPEATED = 200
 """Known points in a row that a source may suggest before the search ends."""
 
 
-class Source(Protocol):
+class PointSource(Protocol):
     """A source of points, with Optuna's ask-and-tell interface."""
 
     def ask(self) -> Point | None:
@@ -71,7 +71,7 @@ class TrialRules:
 class TrialSearcher(NotPickled, Searcher):
     """Hands the points of a source to Tune as trials: numbered, with the number of their workers."""
 
-    def __init__(self, source: Source, done: Iterable[TrialRow], rules: TrialRules) -> None:
+    def __init__(self, source: PointSource, done: Iterable[TrialRow], rules: TrialRules) -> None:
         super().__init__(metric="score", mode="max")
         self._source = source
         self._rules = rules

@@ -36,7 +36,7 @@ class Published(NamedTuple):
     num_bytes: int
 
 
-class Closing:
+class CloseDeadline:
     """When the run began to end, so that a save does not wait for a lost host for ever."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class HostSave:
     """The folder of this host's files; of all hosts, where they share a disk."""
     store: CheckpointStore
     world: World
-    closing: Closing
+    closing: CloseDeadline
     written: threading.Event
     """Set when this host's files are on disk or have failed; what remains is to wait for others."""
 

@@ -17,7 +17,7 @@ from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.record.files.log import Log
 from orchestrator.train.checkpoint.capture import Captured, capture, host_share
-from orchestrator.train.checkpoint.host_save import Closing, HostSave, Published, SaveFailed
+from orchestrator.train.checkpoint.host_save import CloseDeadline, HostSave, Published, SaveFailed
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.group.world import World
@@ -59,7 +59,7 @@ class CheckpointWriter:
         # One buffer: a second save waits until the first is written.
         self._buffers = PinnedBuffers(world.device, num_buffers=1)
         self._buffers_prepared = False
-        self._closing = Closing()
+        self._closing = CloseDeadline()
         self._write: _Write | None = None
         self._num_pieces = 0
         """Pieces that the thread has written."""

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
-from orchestrator.runtime.folder_server import Link
+from orchestrator.runtime.folder_server import DriverEnd
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote import retry
 
@@ -30,7 +30,7 @@ def saved_steps(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> list[int]
 
     monkeypatch.setattr(RemoteFolder, "files", fail)
     monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
-    run: Any = SimpleNamespace(_assignment=SimpleNamespace(link=Link(folder.url, None)))
+    run: Any = SimpleNamespace(_assignment=SimpleNamespace(link=DriverEnd(folder.url, None)))
     return ExpertParallelRun._saved_steps(run)
 
 

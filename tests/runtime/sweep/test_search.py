@@ -11,13 +11,13 @@ from ray.tune.search import Searcher
 from orchestrator.config.sweep.space import Point
 from orchestrator.config.sweep.space_parser import parse_space
 from orchestrator.record.files.ledger import TrialRow
-from orchestrator.runtime.sweep.search import FixedPoints, Source, TrialRules, TrialSearcher
+from orchestrator.runtime.sweep.search import FixedPoints, PointSource, TrialRules, TrialSearcher
 
 MAX_WORKERS = 8
 
 
 def make_searcher(
-    source: Source,
+    source: PointSource,
     done: tuple[TrialRow, ...] = (),
     max_trials: int = 100,
     refused: list[TrialRow] | None = None,
