@@ -315,6 +315,7 @@ def test_the_command_line_cannot_name_objects_of_a_program(
 # --- language models
 
 
+@pytest.mark.extended
 def test_generations_of_a_language_model_are_in_the_result_and_on_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

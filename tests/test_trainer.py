@@ -136,6 +136,7 @@ def test_the_best_checkpoint_is_kept_and_training_stops_early(tmp_path: Path) ->
     assert result.best_checkpoint == result.run_dir / "checkpoints" / f"step_{best:08d}"
 
 
+@pytest.mark.extended
 def test_batch_size_bench_fit_and_report_work_from_python(tmp_path: Path) -> None:
     own = trainer(settings(tmp_path, batch_size=None), blobs(256))
     batch = own.find_batch_size()

@@ -87,6 +87,7 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path, unbuffered: str):
     assert process.wait(60) == 141
 
 
+@pytest.mark.extended(but_first=4)
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_imports_nothing_heavy(tmp_path: Path, verb: str):
     result = run_program(tmp_path, verb, "--help", options=("-X", "importtime"))

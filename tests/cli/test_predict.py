@@ -114,6 +114,7 @@ def test_the_scaling_table_has_a_row_for_each_number_of_devices(capsys: pytest.C
     assert "host overhead" in shown
 
 
+@pytest.mark.extended
 def test_the_scaling_table_names_its_assumptions_and_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--workers", "3", "--cluster", "nodes=2,gpus=4,gpu=l4", "--json"]) == 0
     notes = "; ".join(json.loads(capsys.readouterr().out)["notes"])
@@ -125,6 +126,7 @@ def test_the_scaling_table_names_its_assumptions_and_its_end(capsys: pytest.Capt
     assert last.startswith("host overhead is the time in which a host launches operations more slowly")
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize(
     ("cluster", "first"),
     [
@@ -179,6 +181,7 @@ def test_the_step_of_the_plan_and_the_table_have_the_same_figures(capsys: pytest
     assert set(re.findall(r"overhead \(?(\d+%)", shown)) == shares, "no other figure has the name"
 
 
+@pytest.mark.extended
 def test_a_step_in_a_cuda_graph_is_said_to_have_one_launch(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["plan", *SMALL[:-2], "--evolution", "off", "--cluster", "1xH200"]
     for switch in ("on", "off"):
@@ -338,6 +341,7 @@ def test_plan_says_what_it_is_doing(
     assert shown == ["tracing the model …", second]
 
 
+@pytest.mark.extended
 def test_a_plan_for_a_cluster_reads_data_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     generate = Synthetic.train_data

@@ -41,6 +41,7 @@ def run_trial(
     return results
 
 
+@pytest.mark.extended
 def test_a_trial_ends_when_it_is_precise_or_out_of_time() -> None:
     (result,) = run_trial(TrialLimits(0.3))
     assert result.done
@@ -60,6 +61,7 @@ def test_a_trial_of_given_steps_pauses_and_evaluates() -> None:
     assert results[-1].steps == 36  # 40 without the warm-up
 
 
+@pytest.mark.extended
 def test_a_trial_of_few_steps_runs_no_more() -> None:
     (result,) = run_trial(TrialLimits(1.0, steps=2))
     assert (result.done, result.steps) == (True, 1)  # the other step is the warm-up

@@ -44,6 +44,7 @@ def test_a_run_on_several_workers_in_two_parts_equals_one_process(
 BYTES: dict[str, Any] = MODEL | {"optimizer": "adamw8bit", "learning_rate": 1e-3}
 
 
+@pytest.mark.extended
 def test_adamw_in_8_bit_learns_as_adamw_does(tmp_path: Path) -> None:
     """And a run in two parts is the same run, to the last bit: the codes are in the checkpoint."""
     in_full: dict[str, Any] = BYTES | {"optimizer": "adamw"}

@@ -114,6 +114,7 @@ def test_trackers_keep_the_contract(
     assert "".join(capfd.readouterr()) == "", "a tracker prints nothing"
 
 
+@pytest.mark.extended
 def test_mlflow_uses_the_tracking_uri_of_the_user(
     tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

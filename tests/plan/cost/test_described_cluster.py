@@ -115,6 +115,7 @@ def test_the_dense_part_is_sharded_where_it_does_not_fit() -> None:
     assert "shards" in chosen.snapshots.rejected[0].why
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_more_hosts_need_less_memory_each(name: str) -> None:
     clusters = ("2x8xH200", "4x8xH200", "8x8xH200", "16x8xH200")

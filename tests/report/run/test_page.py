@@ -174,6 +174,7 @@ def test_a_folder_without_a_run_is_a_user_error(tmp_path):
         draw_report(tmp_path)
 
 
+@pytest.mark.extended
 def test_a_long_run_stays_a_small_page(tmp_path):
     text = page(
         run_record(tmp_path, FakeRun(steps=20_000, epochs=100, experts=16, layers=6, hosted=True, workers=4))

@@ -199,5 +199,6 @@ def test_report_of_a_sweep_folder_draws_the_sweep(tmp_path, capsys) -> None:
     assert "scaling.md" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 def test_a_long_sweep_stays_a_small_page(tmp_path) -> None:
     assert len(sweep_page(write_record(tmp_path, points=random_points(1000)))) < 1_500_000

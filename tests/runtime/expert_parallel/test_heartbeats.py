@@ -74,6 +74,7 @@ def group() -> Group:
     return Group()
 
 
+@pytest.mark.extended
 def test_the_module_does_not_import_ray() -> None:
     program = (
         "import sys, orchestrator.runtime.expert_parallel.heartbeats, orchestrator.runtime.recovery_log,"

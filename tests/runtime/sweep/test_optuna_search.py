@@ -38,6 +38,7 @@ def search(space: Space, rates: Mapping[str, float], first: Point, seed: int, tr
     return sorted(tried, key=lambda point: -measured[point_key(point)])
 
 
+@pytest.mark.extended
 def test_half_of_the_trials_find_the_best_point_of_a_measured_grid() -> None:
     """From the plan's own choice there, which is the second best.
 

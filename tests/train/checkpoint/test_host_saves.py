@@ -215,6 +215,7 @@ def test_a_host_that_waits_for_its_disk_shows_progress(tmp_path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.extended
 def test_pieces_written_while_the_loop_waits_are_signs_of_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

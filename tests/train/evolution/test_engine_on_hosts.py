@@ -68,6 +68,7 @@ def test_a_random_sequence_of_changes_equals_one_process(hosts: int) -> None:
         assert_equal_to_one_process([result[number] for result in results], expected)
 
 
+@pytest.mark.extended
 def test_data_parallel_workers_change_their_experts_alike() -> None:
     cases = [(task, None, script) for task, _, script in (make_case(seed, 3) for seed in range(3))]
     results = run_ranks(evolve_on_host, 3, cases)

@@ -110,6 +110,7 @@ def assert_equal_to_one_process(run_dir: Path, alone: Path) -> None:
         torch.testing.assert_close(actual[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.extended
 def test_two_replicas_on_four_hosts_equal_one_process(on_four: Path, alone: Path) -> None:
     assert_equal_to_one_process(on_four, alone)
 

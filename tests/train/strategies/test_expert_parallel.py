@@ -142,12 +142,14 @@ def assert_cases_equal_one_process(cases: Sequence[HostCase]) -> None:
             raise AssertionError(f"{case}: {error}") from None
 
 
+@pytest.mark.extended(but_first=3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("hosts", [2, 3, 4])
 def test_random_cases_equal_one_process(hosts: int, dtype: torch.dtype) -> None:
     assert_cases_equal_one_process([random_case(seed, hosts, dtype) for seed in range(5)])
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("sharding", ["zero2", "zero3"])
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_a_sharded_dense_part_equals_one_process(hosts: int, sharding: ShardingForm) -> None:

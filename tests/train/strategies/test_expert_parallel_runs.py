@@ -54,7 +54,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.extended(but_first=3)
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_on_hosts_equals_one_process(
     tmp_path: Path, reference: tuple[Path, list[Event]], name: str

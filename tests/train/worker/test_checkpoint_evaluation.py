@@ -134,6 +134,7 @@ def test_several_workers_agree_with_the_training_in_one_process(
         assert metrics == pytest.approx(expected["metrics"], rel=1e-6)
 
 
+@pytest.mark.extended
 def test_three_hosts_evaluate_experts_that_have_changed(evolved: Path) -> None:
     step, event = list(evaluations(evolved).items())[5]
     settings = {"parallel_strategy": "expert_parallel"}
@@ -165,6 +166,7 @@ def test_a_checkpoint_without_an_average_is_refused(evolved: Path) -> None:
         evaluate(checkpoint_of(evolved, 5), evaluate_ema=True, ema_decay=0.9)
 
 
+@pytest.mark.extended
 def test_a_split_is_evaluated_in_place_of_the_validation_data(trained: Path) -> None:
     result = evaluate(checkpoint_of(trained, 6), split="train")
     prepared = Trainer(config=Config.of(**TRAINED), quiet=True).prepare()

@@ -181,6 +181,7 @@ def test_one_process_ends_with_the_experts_and_weights_of_the_best_step(tmp_path
     assert [event["event"] for event in log.events] == ["final"]
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     ("workers", "settings"),
     [
@@ -306,6 +307,7 @@ def test_a_resumed_run_knows_the_result_of_a_step_that_was_saved_before_its_eval
 AVERAGED: dict[str, Any] = {"ema_decay": 0.9, "evaluate_ema": True}
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("keep_last", [False, True])
 def test_the_average_that_was_evaluated_is_the_model_at_the_end(tmp_path: Path, keep_last: bool) -> None:
     """In the memory of the process that trained, and from a checkpoint; the experts change meanwhile."""
@@ -318,6 +320,7 @@ def test_the_average_that_was_evaluated_is_the_model_at_the_end(tmp_path: Path, 
     assert_is_final(model, prepared, summary, 1e-6)
 
 
+@pytest.mark.extended
 def test_a_model_without_a_checkpoint_has_the_average_that_was_evaluated(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     prepared, live_model = run(run_dir, keep_last=True, **AVERAGED)

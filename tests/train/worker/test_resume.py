@@ -62,6 +62,7 @@ def test_a_resume_inside_an_epoch_uses_each_sample_once(tmp_path: Path) -> None:
     assert replace(loop.progress, epoch_seconds=0.0) == replace(whole.progress, epoch_seconds=0.0)
 
 
+@pytest.mark.extended
 def test_a_resume_at_the_end_of_an_epoch_records_the_epoch_as_it_was(tmp_path: Path) -> None:
     run_loop(tmp_path / "whole", epochs=1)
     (whole,) = of_kind(read_events(tmp_path / "whole" / "events.jsonl"), "epoch")

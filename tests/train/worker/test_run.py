@@ -120,6 +120,7 @@ def single_worker(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
     return train(tmp_path_factory.mktemp("single") / "run", 1, max_steps=24)
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize(
     ("workers", "settings"), [(2, {}), (3, {"batch_size": 7}), (2, {"sharding": "zero2"})]
 )
@@ -156,6 +157,7 @@ def test_a_run_saved_on_three_workers_resumes_in_shards_on_two_and_then_on_one(
     assert [event["step"] for event in of_kind(events, "resume")] == [8, 16]
 
 
+@pytest.mark.extended
 def test_a_sharded_run_writes_the_same_checkpoint(tmp_path: Path) -> None:
     variants: dict[str, dict[str, Any]] = {"plain": {}, "zero3": {"sharding": "zero3"}}
     for name, settings in variants.items():
@@ -214,6 +216,7 @@ def test_a_restarted_worker_reports_where_it_resumed_and_how_long_that_took(
     assert first_step["time"] >= start["time"]
 
 
+@pytest.mark.extended
 def test_a_restart_without_a_checkpoint_starts_where_the_user_asked(
     tmp_path: Path,
 ) -> None:
@@ -232,6 +235,7 @@ def test_a_restart_without_a_checkpoint_starts_where_the_user_asked(
     assert len(losses(longer)) == 6
 
 
+@pytest.mark.extended
 def test_halved_micro_batches_do_not_change_the_losses(tmp_path: Path, single_worker: list[Event]) -> None:
     halved = ResumeFrom(halvings=2)
     events = train(tmp_path / "run", 2, resume_from=halved, max_steps=24, batch_size=16)
@@ -251,6 +255,7 @@ def test_a_lost_worker_is_an_error_of_the_others_not_a_hang(tmp_path: Path) -> N
         run_ranks(dying_rank, 3, config_of(tmp_path / "run", 3, epochs=100_000, max_steps=None))
 
 
+@pytest.mark.extended
 def test_workers_agree_on_an_automatic_batch_size(tmp_path: Path) -> None:
     automatic = {
         "batch_size": "auto",
@@ -263,6 +268,7 @@ def test_workers_agree_on_an_automatic_batch_size(tmp_path: Path) -> None:
     assert choices["global_batch_size"]["value"] == 2 * choices["batch_size"]["value"]
 
 
+@pytest.mark.extended
 def test_the_speeds_behind_shares_are_recorded(tmp_path: Path) -> None:
     train(tmp_path / "run", 2, max_steps=2, share_by_speed="on")
     speeds = read_plan(tmp_path / "run")["measured"]["device_speeds"]

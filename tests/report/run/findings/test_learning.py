@@ -184,6 +184,7 @@ def test_each_course_of_the_losses_has_its_name(
     assert kinds.count(kind) >= 45
 
 
+@pytest.mark.extended
 def test_a_plateau_is_seldom_called_falling(tmp_path: Path) -> None:
     kinds = [kind_of(tmp_path / str(seed), FALLING * 2, noisy([0.5] * 20, 0.05, seed)) for seed in range(200)]
     assert kinds.count("still falling") <= 10
@@ -262,6 +263,7 @@ def test_a_loss_that_levels_off_where_it_began_is_advised_a_higher_learning_rate
     assert finding.advice[0] == "a higher --learning-rate: the training loss fell by 4% in all"
 
 
+@pytest.mark.extended
 def test_the_beginning_of_a_long_record_is_that_of_its_first_steps(tmp_path: Path) -> None:
     """The record of a long run leaves steps out: the first five that are left are no beginning."""
     fields = {"event": "step", "seconds": 0.1, "samples": 1, "units": 1}
