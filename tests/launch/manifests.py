@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import yaml
+from jsonschema.exceptions import best_match
+from jsonschema.validators import validator_for
 
 from orchestrator.launch.files import file_text
 from orchestrator.launch.launch import Launch
@@ -31,11 +33,21 @@ def network_policy(options: LaunchOptions, *flags: str) -> dict[str, Any]:
 
 def check_manifest(content: dict[str, Any]) -> None:
     """Raise ValidationError for a value of a wrong type, a missing field or an unknown one."""
+    error = best_match(_validator(content["kind"]).iter_errors(content))
+    if error is not None:
+        raise error
+
+
+@cache
+def _validator(kind: str) -> Any:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    if content["kind"] == "RayCluster":
+    if kind == "RayCluster":
         spec = schema["properties"]["spec"]["properties"]["rayClusterSpec"]
         schema["properties"]["spec"] = spec
-    jsonschema.validate(content, _without_unknown_fields(schema))
+    strict = _without_unknown_fields(schema)
+    validator = validator_for(strict)
+    validator.check_schema(strict)
+    return validator(strict)
 
 
 def _without_unknown_fields(schema: Any) -> Any:
