@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
+from experts.placement.division import copy_seconds, host_seconds
 from experts.placement.placement import HostFacts, place
 from experts.rebalance.costs import Cluster, LayerCosts, balance_problem, shares_of
 from experts.rebalance.decisions import BalanceRules, decide, layer_imbalance
 from experts.rebalance.load_history import LoadHistory
 from experts.rebalance.plan import Transfer
-from experts.rebalance.state import copy_seconds, host_seconds
 from experts.structure import LayerStructure, changed
 
 WIDTH = 2048

@@ -11,18 +11,16 @@ import json
 import math
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from experts.placement.problem import CLOSE, PROVEN, PlacementProblem, first_overfull_host, lower_bound
-from experts.placement.search import BranchAndBound, heuristic
+from experts.placement.problem import PROVEN, Problem, bytes_as_work, first_overfull_host, lower_bound
+from experts.placement.search import placed
 
 # Units of work of the heaviest expert. Few enough that rounding hides a common factor; less work
 # than a unit is none.
 _WORK_UNITS = 2**32
-_MAX_EXACT = 24  # experts; with more, branch and bound over all hosts rarely ends
 _SIZE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-_SEARCH_TRIES = 50_000  # hosts that branch and bound tries for experts: about half a second
 
 
 @dataclass(frozen=True)
@@ -108,24 +106,17 @@ def place(
 ) -> Placement:
     """Return the placement with the fastest slowest host.
 
-    ``used`` are the bytes that other layers took on each host. Experts are assigned heaviest first,
-    each to the host that would finish it first; then a descent relieves the slowest host. The
-    result is never worse than round robin. Up to ``_MAX_EXACT`` experts a branch and bound follows.
-    The method is "exact" where nothing better exists, else "lpt". An expert without work goes, in
-    its turn, to the host with the fewest experts; so do ties, then to the lowest index."""
+    ``used`` are the bytes that other layers took on each host. The method is "exact" where the result
+    reaches the lower bound, so that nothing better exists, else "lpt" (longest processing time first, which
+    the search begins with). The result is never worse than round robin."""
     problem = _problem(experts, hosts, used)
     _check_total_memory(problem, hosts)
-    best, limit = heuristic(problem)
+    host_of = placed(problem)
+    if host_of is None:
+        raise CannotPlace(_no_assignment_text(problem))
+    found = _placement(host_of, experts, hosts, "lpt")
     # A result at the lower bound is optimal: no search could improve it.
-    proven = limit <= problem.bound * PROVEN
-    if not proven and len(experts) <= _MAX_EXACT:
-        tries = _SEARCH_TRIES if limit > problem.bound * CLOSE else _SEARCH_TRIES // 10
-        search = BranchAndBound(problem, limit, tries)
-        best = search.best or best
-        proven = search.tries_left > 0
-    if best is None:
-        raise CannotPlace(_no_assignment_text(problem, proven))
-    return _placement(best, experts, hosts, "exact" if proven else "lpt")
+    return replace(found, method="exact") if found.slowest <= found.bound * PROVEN else found
 
 
 def round_robin(
@@ -151,9 +142,7 @@ def placement_of(
     return _placement(host_of, experts, hosts, "file")
 
 
-def _problem(
-    experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float]
-) -> PlacementProblem:
+def _problem(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float]) -> Problem:
     if not hosts:
         raise ValueError(
             f"{_count(len(experts), 'expert')} cannot be placed on no host; at least one is needed"
@@ -167,7 +156,7 @@ def _problem(
     used = used or [0.0] * len(hosts)
     memory = [max(0.0, host.memory - taken) for host, taken in zip(hosts, used, strict=True)]
     sizes = [expert.bytes for expert in experts]
-    return PlacementProblem(work, sizes, speed, memory, lower_bound(work, speed))
+    return Problem(work, sizes, speed, memory)
 
 
 def _placement(
@@ -266,7 +255,7 @@ def _check_hosts(host_of: Sequence[Any], hosts: int | None, where: str) -> None:
 # --- memory
 
 
-def _check_total_memory(problem: PlacementProblem, hosts: Sequence[HostFacts]) -> None:
+def _check_total_memory(problem: Problem, hosts: Sequence[HostFacts]) -> None:
     """Refuse experts that no assignment can hold, before the search."""
     needed = math.fsum(problem.bytes)
     offered = math.fsum(problem.memory)
@@ -285,7 +274,7 @@ def _check_total_memory(problem: PlacementProblem, hosts: Sequence[HostFacts]) -
 
 def _check_memory(
     host_of: Sequence[int],
-    problem: PlacementProblem,
+    problem: Problem,
     hosts: Sequence[HostFacts],
 ) -> None:
     overfull = first_overfull_host(host_of, problem)
@@ -297,12 +286,14 @@ def _check_memory(
         )
 
 
-def _no_assignment_text(problem: PlacementProblem, proven: bool) -> str:
+def _no_assignment_text(problem: Problem) -> str:
+    filling = bytes_as_work(problem)
+    proven = lower_bound(filling.work, filling.speed) > PROVEN
     reason = "no division of them among the hosts fits" if proven else "no division that fits was found"
     return f"{_memory_text(problem)}, but {reason}. Leave more memory, or make the experts smaller"
 
 
-def _memory_text(problem: PlacementProblem) -> str:
+def _memory_text(problem: Problem) -> str:
     experts = _count(len(problem.work), "expert")
     hosts = _count(len(problem.speed), "host")
     needed = _size(math.fsum(problem.bytes))

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from experts.placement.division import Shares
 from experts.placement.placement import ExpertCost, HostFacts
+from experts.placement.problem import Problem
 from experts.rebalance.load_history import Loads
-from experts.rebalance.state import BalanceProblem, Shares
 from experts.structure import Expert, LayerStructure
 from experts.tokens.routes import split_in_buckets
 
@@ -54,18 +55,16 @@ class Cluster:
         return replace(self, hosts=hosts)
 
 
-def balance_problem(
-    layer: LayerStructure, loads: Loads, costs: LayerCosts, cluster: Cluster
-) -> BalanceProblem:
+def balance_problem(layer: LayerStructure, loads: Loads, costs: LayerCosts, cluster: Cluster) -> Problem:
     """Return the problem of a layer under some loads, in tokens per step of each expert."""
     experts = [costs.expert(e.size, tokens) for e, tokens in zip(layer.experts, loads, strict=True)]
-    return BalanceProblem(
-        tuple(expert.work for expert in experts),
-        tuple(expert.bytes for expert in experts),
-        tuple(expert.size * costs.gradient_bytes / cluster.bandwidth for expert in layer.experts),
-        tuple(expert.bytes / cluster.update_bandwidth for expert in experts),
-        tuple(host.speed for host in cluster.hosts),
-        tuple(host.memory for host in cluster.hosts),
+    return Problem(
+        work=[expert.work for expert in experts],
+        bytes=[expert.bytes for expert in experts],
+        speed=[host.speed for host in cluster.hosts],
+        memory=[host.memory for host in cluster.hosts],
+        sync_seconds=[expert.size * costs.gradient_bytes / cluster.bandwidth for expert in layer.experts],
+        update_seconds=[expert.bytes / cluster.update_bandwidth for expert in experts],
     )
 
 

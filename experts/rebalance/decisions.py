@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from operator import mul
 
+from experts.placement.division import (
+    SearchBudget,
+    Shares,
+    copy_seconds,
+    host_seconds,
+    imbalance,
+    resplit,
+)
 from experts.placement.placement import ExpertCost
+from experts.placement.problem import Problem
+from experts.placement.search import SearchLimits, improve
 from experts.rebalance.costs import (
     Cluster,
     LayerCosts,
@@ -24,23 +34,8 @@ from experts.rebalance.costs import (
     with_shares,
 )
 from experts.rebalance.load_history import LoadHistory, Loads
+from experts.rebalance.needless_copies import without_needless_copies
 from experts.rebalance.plan import Plan, Transfer
-from experts.rebalance.search import (
-    SearchLimits,
-    improve,
-    relieved_shares,
-    without_needless_copies,
-)
-from experts.rebalance.spill import spilled_shares
-from experts.rebalance.state import (
-    BalanceProblem,
-    SearchBudget,
-    Shares,
-    copy_seconds,
-    host_seconds,
-    imbalance,
-    resplit,
-)
 from experts.structure import Change, LayerStructure
 
 _MOST = 0.6  # of the weight of all windows
@@ -65,7 +60,7 @@ class BalanceRules:
     """The most bytes that are sent at one point in time."""
     max_steps: float = 500
     """The most steps that a change may take to win its costs back."""
-    max_search: float = 300_000
+    max_search: float = 150_000
     """The most times of hosts that one decision computes, over all layers: one to two seconds."""
 
     def __post_init__(self) -> None:
@@ -171,7 +166,7 @@ class _Decision:
         cluster: Cluster,
         rules: BalanceRules,
     ) -> None:
-        def problem(loads: Loads) -> BalanceProblem:
+        def problem(loads: Loads) -> Problem:
             return balance_problem(layer, loads, costs, cluster)
 
         self.layer = layer
@@ -209,27 +204,28 @@ class _Decision:
         return sum(compress(self.weights, uneven)) < _MOST
 
     def _candidates(self, max_bytes: float, budget: SearchBudget) -> Iterator[Shares]:
-        """Yield other hosts and shares: other shares alone, with moves, and with copies."""
-        num_searches = 3 * len(self.scenarios)
-        max_copies = self.rules.max_copies or self.num_hosts
-        budget.begin_part(0.75)
+        """Yield other hosts and shares: other shares alone, and those that searches find."""
         yield from (resplit(scenario, self.before, budget) for scenario in self.scenarios)
-        if all(len(copies) == 1 for copies in self.before):
-            yield relieved_shares(self.mean, self.before)
-        for scenario in self.scenarios:
-            yield spilled_shares(scenario, self.before, self.rules.aim, max_copies, budget)
-        budget.begin_part(1 / (1 + num_searches))
-        begin = self._without_needless_copies(budget)
+        max_copies = self.rules.max_copies or self.num_hosts
         # The price of a byte, in seconds per step.
         price = 1 / self.cluster.bandwidth / self.steps
         only_moves = SearchLimits(self.rules.aim, True, 1, max_bytes, price)
         only_copies = SearchLimits(self.rules.aim, False, max_copies, max_bytes, price)
-        searches = itertools.product(
-            (only_moves, replace(only_copies, moves=True), only_copies), self.scenarios
-        )
-        for number, (limits, scenario) in enumerate(searches):
-            budget.begin_part(1 / (num_searches - number))
-            yield improve(scenario, begin, limits, budget)
+        both = replace(only_copies, moves=True)
+        # The searches that find most come first, and each may spend half of what is left.
+        for limits, scenario in itertools.product((both, only_copies, only_moves), self.scenarios[::-1]):
+            budget.begin_part(0.5)
+            yield improve(scenario, self.before, limits, budget)
+        budget.begin_part(1)
+        for scenario in self.scenarios[1:]:
+            # For loads that alternate: from what suits one after the other.
+            shares = self.before
+            for problem in scenario:
+                shares = improve([problem], shares, both, budget)
+            yield improve(scenario, shares, both, budget)
+        fewer = self._without_needless_copies(budget)
+        if fewer != self.before:
+            yield from (improve(scenario, fewer, both, budget) for scenario in self.scenarios)
 
     def _plan_without_needless_copies(self, budget: SearchBudget) -> Plan | None:
         if all(len(expert.hosts) == 1 for expert in self.layer.experts):

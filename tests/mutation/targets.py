@@ -67,6 +67,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "experts/tokens/transfer.py": ("experts/tokens/test_exchange.py", "test_layer_on_hosts.py"),
     "experts/balance.py": ("test_gate.py", _SILENT_BALANCE),
     "experts/placement/problem.py": ("experts/placement/test_placement.py", "placement/test_search.py"),
+    "experts/placement/search.py": ("placement/test_longest_first.py", "placement/test_placement.py"),
     "orchestrator/train/stepper.py": (_SILENT_FAILURES, _SILENT_GRADIENTS),
     "orchestrator/train/step/out_of_memory.py": ("test_stepper.py", _SILENT_FAILURES),
     "orchestrator/train/step/totals.py": ("test_stepper.py",),

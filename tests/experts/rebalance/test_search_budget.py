@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from experts.placement.division import SearchBudget
 from experts.placement.placement import HostFacts
 from experts.rebalance.costs import Cluster, LayerCosts
 from experts.rebalance.decisions import BalanceRules, decide, layer_imbalance
 from experts.rebalance.load_history import LoadHistory
-from experts.rebalance.state import SearchBudget
 from experts.structure import Change, LayerStructure, changed
 
 COSTS = LayerCosts(row_flops=1.0, state_bytes=1.0, gradient_bytes=0.1)
@@ -71,7 +71,7 @@ def spent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("num_layers", [1, 5])
 def test_a_decision_ends_when_its_budget_is_spent(spent: list[int], num_layers: int) -> None:
     layers = [replace(LAYER, name=f"moe{number}") for number in range(num_layers)]
-    max_search = 10_000
+    max_search = 2_500
     decided(layers, max_search)
     # Each search may end the round that it is in.
     assert sum(spent) <= 1.5 * max_search

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from experts.rebalance.state import (
-    BalanceProblem,
-    BalanceState,
+from experts.placement.division import (
+    Division,
     SearchBudget,
     Shares,
     copy_seconds,
@@ -21,18 +20,19 @@ from experts.rebalance.state import (
     resplit,
     water_level,
 )
+from experts.placement.problem import Problem
 
 
-def problem_of(work: list[float], speed: list[float]) -> BalanceProblem:
+def problem_of(work: list[float], speed: list[float]) -> Problem:
     size, sync, update = ((each,) * len(work) for each in (100.0, 1.0, 0.5))
-    return BalanceProblem(tuple(work), size, sync, update, tuple(speed), (1000.0,) * len(speed))
+    return Problem(work, size, speed, [1000.0] * len(speed), sync, update)
 
 
 def even(*hosts: int) -> tuple[tuple[int, float], ...]:
     return tuple((host, 1 / len(hosts)) for host in hosts)
 
 
-def fastest(problem: BalanceProblem, shares: Shares) -> float:
+def fastest(problem: Problem, shares: Shares) -> float:
     """The least time of the slowest host, by linear programming over all shares."""
     cells = [(expert, host) for expert, copies in enumerate(shares) for host, _ in copies]
     # The variables are the shares and, last, the time of the slowest host.
@@ -82,15 +82,50 @@ def test_two_loads_weigh_by_the_work_of_the_copied_expert() -> None:
 
 def test_moves_and_copies_are_counted() -> None:
     problem = problem_of([4.0, 2.0], [1.0, 2.0])
-    state = BalanceState([problem], (even(0), even(0)), SearchBudget())
-    state.move(0, 0, 1)
-    assert (state.loads[0], state.free, state.bytes_moved) == ([2.0, 4.0], [900.0, 900.0], 100.0)
-    state.copy(0, 0)
-    state.settle()
-    assert state.bytes_moved == 100.0  # it was there at first
-    assert state.free == [800.0, 900.0]
-    assert state.seconds(0, 0) == pytest.approx(state.seconds(0, 1))
-    assert host_seconds(problem, state.shares) == pytest.approx([2.0, 2.0])
+    division = Division([problem], (even(0), even(0)), SearchBudget())
+    division.move(0, 0, 1)
+    assert division.seconds_LH.tolist() == [[2.0, 2.0]]
+    assert (division.free_H.tolist(), division.bytes_moved) == ([900.0, 900.0], 100.0)
+    division.copy(0, 0)
+    division.settle()
+    assert division.bytes_moved == 100.0  # it was there at first
+    assert division.free_H.tolist() == [800.0, 900.0]
+    assert division.alone_E.tolist() == [-1, 0]
+    assert host_seconds(problem, division.shares) == pytest.approx([2.0, 2.0])
+
+
+def test_a_copy_moves_with_its_share() -> None:
+    problem = problem_of([6.0, 2.0], [1.0, 1.0, 1.0])
+    division = Division([problem], (((0, 0.25), (1, 0.75)), even(0)), SearchBudget())
+    division.move(0, 1, 2)
+    assert division.shares[0] == ((0, 0.25), (2, 0.75))
+    assert division.free_H.tolist() == [800.0, 1000.0, 900.0]
+    experts, hosts, shares = (column.tolist() for column in division.all_copies())
+    assert sorted(zip(experts, hosts, shares, strict=True)) == [(0, 0, 0.25), (0, 2, 0.75), (1, 0, 1.0)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_division_after_changes_is_that_of_its_shares_and_its_clone_is_not_changed(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = problem_of([float(draw.randint(0, 9)) for _ in range(7)], [1.0, 2.0, 0.5, 1.5])
+    division = Division([problem], tuple(even(draw.randrange(4)) for _ in range(7)), SearchBudget())
+    clone = division.clone()
+    before = clone.shares
+    for _ in range(12):
+        expert = draw.randrange(7)
+        hosts = list(division.copies[expert])
+        others = [host for host in range(4) if host not in hosts]
+        if others and draw.random() < 0.6:
+            division.move(expert, draw.choice(hosts), draw.choice(others))
+        elif others:
+            division.copy(expert, draw.choice(others))
+            division.adjust(1, frozenset(hosts))
+        fresh = Division([problem], division.shares, SearchBudget())
+        assert division.seconds_LH == pytest.approx(fresh.seconds_LH)
+        assert division.free_H.tolist() == fresh.free_H.tolist()
+        assert division.alone_E.tolist() == fresh.alone_E.tolist()
+    assert clone.shares == before
+    assert clone.seconds_LH.tolist() == Division([problem], before, SearchBudget()).seconds_LH.tolist()
 
 
 def test_the_busiest_host_decides_how_long_copies_are_summed_and_updated() -> None:
