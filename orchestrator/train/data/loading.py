@@ -58,7 +58,7 @@ class LoadedBatch(NamedTuple):
     """None if no sample is left."""
     num_samples: int
     faults: Sequence[str]
-    """Of each sample that could not be loaded: its name and the error."""
+    """The name and the error of each sample that could not be loaded."""
 
 
 class BatchLoader:
@@ -79,7 +79,7 @@ class BatchLoader:
             persistent_workers=workers > 0,
             prefetch_factor=options.prefetch if workers else None,
             worker_init_fn=getattr(data, "worker_init", None),
-            # Its own: each pass draws a number, and a resumed run has one pass more.
+            # A separate generator: each pass draws a number from it, and a resumed run makes one more pass.
             generator=torch.Generator(),
         )
 

@@ -108,7 +108,7 @@ class Execution:
         return backup
 
     def _take_over(self) -> None:
-        """Tell everyone who knows the experts' parameters, or their number."""
+        """Notify every part that holds the experts' parameters or their number."""
         self._stepper.experts_changed()
         for listener in self._listeners:
             listener()

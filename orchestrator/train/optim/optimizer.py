@@ -73,7 +73,7 @@ class ScheduledOptimizer:
     def parameters_changed(self) -> None:
         """Take over the parameters that the groups have now."""
         self.parameters = [p for group in self.inner.param_groups for p in group["params"]]
-        # Where a graph may read a rate from the device, it is fp32 there: all steps then take the same.
+        # A graph reads rates from the device in fp32. Where one may be captured, all steps round them alike.
         self._in_fp32 = any(p.is_cuda for p in self.parameters) and not has_fp64(self.parameters)
 
     def reschedule(self, warmup: int, total: int | None) -> None:

@@ -253,7 +253,7 @@ class Mirror:
 
 
 def _identity(step: int, path: Path) -> tuple[int, int, int]:
-    """Return what tells a checkpoint from others of the run. Raises ``FileNotFoundError`` if it is gone."""
+    """Return step, inode and time of a checkpoint's manifest. Raises ``FileNotFoundError`` if it is gone."""
     status = (path / MANIFEST).stat()
     return step, status.st_ino, status.st_mtime_ns
 
