@@ -93,7 +93,8 @@ class WorkerGroup:
                 self._trainer.cancel()
         self._thread.join(_CANCEL_SECONDS)
         if self._thread.is_alive():
-            # It waits for workers to start. Once the cluster is gone, its next call would start another.
+            # The thread waits for workers to start. Once the cluster is gone, its next call to Ray would
+            # start another cluster.
             disable_auto_connect()
 
 
