@@ -1,6 +1,6 @@
 """Fused kernels of the gate: its logits, and the choice of experts with weights and losses.
 
-``fused`` tells when they are available. See ``experts.types`` for the letters of shapes."""
+``launching.available`` tells whether they work. See ``experts.types`` for the letters of shapes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _changed_slot(
     halves: Sequence[int],
     unused: Sequence[int],
 ) -> Tensor:
-    """Return a tensor of the optimizer for the changed rows. See ``moments``.
+    """Return a tensor of the optimizer for the changed rows. See ``optimizer_state``.
 
     The gradients of two halves add up to that of the row before, and those of merged rows to that of the
     one row: every token has a part in each row."""

@@ -1,6 +1,6 @@
-"""What every worker process does before it trains, under either strategy.
+"""The preparation of every worker process before it trains, under either strategy.
 
-It checks that it sees the run folder, redirects its output into the run folder, enters the user's
+The process checks that it sees the run folder, redirects its output into the run folder, enters the user's
 working directory, loads the task and opens the event log."""
 
 from __future__ import annotations

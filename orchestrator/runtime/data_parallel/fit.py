@@ -65,7 +65,7 @@ class WorkerGroup:
 
     def __init__(self, work: Work, assignment: Assignment, workers: int, gpu: bool) -> None:
         self.value: Any = None
-        """What the function returned on rank 0."""
+        """The value that the function returned on rank 0."""
         self.failure: Failure | None = None
         self.error: BaseException | None = None
         """The error to show to the user, if the group has failed."""

@@ -39,7 +39,7 @@ class LoaderOptions:
     skip_bad: bool = False
     """Whether samples that cannot be loaded are left out."""
     purpose: str | None = None
-    """What the samples are read for, in messages. None: the training, or an evaluation without a seed."""
+    """The purpose of the samples, for messages. None: the training, or an evaluation without a seed."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LoadedBatch(NamedTuple):
 class BatchLoader:
     """A data loader that lives for all epochs, with its processes; each epoch sets its own requests.
 
-    ``purpose`` says in error messages what the samples are read for."""
+    ``purpose`` names the purpose of the samples in error messages."""
 
     def __init__(self, data: Any, options: LoaderOptions, device: torch.device, purpose: str) -> None:
         workers = options.loader_workers

@@ -95,7 +95,7 @@ class HostBalancer:
         history = self._histories(layers, state)[change.layer]
         costs = self.costs[change.layer]
         assert change.size is not None
-        # It will take half of its parent's tokens, or an even share of all.
+        # The newborn expert will take half of its parent's tokens, or an even share of all.
         tokens = sum(history.mean) / max(1, len(history.ids)) if history.windows else 1.0
         newborn = costs.expert(change.size, tokens)
         host = cheapest_host(layers, change.layer, newborn, history, self.costs, self.cluster)

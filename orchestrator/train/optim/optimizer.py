@@ -34,7 +34,7 @@ def warmup_schedule(schedule: Schedule, warmup: int, total: int | None) -> Calla
         if schedule == "linear":
             return 1 - done
         if schedule == "wsd":
-            # Of the whole run, the warm-up included, as the decay is chosen by the length of a run.
+            # A share of the whole run, warm-up included: one chooses the decay by the length of a run.
             return min(1.0, max(0.0, (total - step) / max(1.0, WSD_DECAY * total)))
         return MIN_LR_FACTOR + (1 - MIN_LR_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
 
