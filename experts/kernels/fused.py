@@ -254,7 +254,7 @@ def _swiglu_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Each program computes a tile of the output: weight × silu(gate) × value."""
+    """Each program computes a tile of the output: weight * silu(gate) * value."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     has_row = row < rows
@@ -303,7 +303,7 @@ def _swiglu_backward_kernel(
         value = tl.load(hidden + offset + H, mask=inside, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         activated = gate * sigmoid * value
-        # The weight multiplies the whole row, so its gradient is the sum of grad × activated over the row.
+        # The weight multiplies the whole row, so its gradient is the sum of grad * activated over the row.
         d_weight += grad * activated
         # All loads of a tile come before its stores: ``output`` may be the memory of ``grads``, and
         # ``d_hidden`` that of ``hidden``.
@@ -311,7 +311,7 @@ def _swiglu_backward_kernel(
             weighted = (activated * weight[:, None]).to(output.dtype.element_ty)
             tl.store(output + row[:, None] * H + column[None, :], weighted, mask=inside)
         grad *= weight[:, None]
-        # The derivative of silu(g) = g × s(g) is s × (1 + g × (1 − s)).
+        # The derivative of silu(g) = g * s(g) is s * (1 + g * (1 - s)).
         d_gate = grad * value * sigmoid * (1.0 + gate * (1.0 - sigmoid))
         tl.store(d_hidden + offset, d_gate.to(d_hidden.dtype.element_ty), mask=inside)
         tl.store(d_hidden + offset + H, (grad * gate * sigmoid).to(d_hidden.dtype.element_ty), mask=inside)

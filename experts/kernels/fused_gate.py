@@ -234,7 +234,7 @@ def _choose_backward_kernel(
         same = expert[None, :] == best[:, None]
         picked = tl.where(same, grad[:, None], picked)
         taken = tl.where(same, probability, taken)
-    # With w_k = p_k / Σ p, the gradient of p_k is (d_w_k − Σ d_w_j × w_j) / Σ p.
+    # With w_k = p_k / sum(p), the gradient of p_k is (d_w_k - sum(d_w * w)) / sum(p).
     if NORMALISE:
         sum_taken = tl.sum(taken, axis=1)[:, None]
         mean = tl.sum(picked * taken, axis=1)[:, None] / sum_taken
@@ -243,7 +243,7 @@ def _choose_backward_kernel(
     d_probability = picked + tl.load(d_losses) * used[None, :]
     level = peak + tl.log(total)
     d_level = 2.0 * level * tl.load(d_losses + 1)
-    # The softmax gives p × (d_p − Σ p × d_p); the gradient of the logsumexp is p.
+    # The softmax gives p * (d_p - sum(p * d_p)); the gradient of the logsumexp is p.
     inner = tl.sum(probability * d_probability, axis=1)
     d_logit = probability * (d_probability - inner[:, None] + d_level[:, None])
     tl.store(d_logits + token[:, None] * E + expert[None, :], d_logit, mask=in_batch[:, None] & is_expert)
