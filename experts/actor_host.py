@@ -39,7 +39,7 @@ class HostedWork(Protocol):
 
 
 SnapshotParts = tuple[Any, Any, Any]
-"""The header of a snapshot, the bytes of its experts, and those of its dense part."""
+"""The header of a snapshot, the bytes of its experts, and the bytes of its dense part."""
 
 
 class Outbox:
@@ -82,7 +82,7 @@ class Outbox:
 class HostContext:
     """The context of hosted work: its group membership, the mailbox for snapshots, and a cache.
 
-    The cache survives the membership: what a host has loaded once serves the next group too."""
+    The cache outlives the membership: modules and data that a host has loaded serve the next group too."""
 
     membership: GroupMembership
     outbox: Outbox
@@ -100,8 +100,7 @@ class ExpertHost:
         self._context = HostContext(GroupMembership(), Outbox())
         self._generation = -1
         self._last_generation_left = -1
-        # ``join`` and ``leave`` run in different threads: it guards the generations and the
-        # membership.
+        # Guards the generations and the membership: ``join`` and ``leave`` run in different threads.
         self._lock = threading.Lock()
         self._backups: dict[BackupKey, tuple[Any, Any]] = {}
         """The bytes of the experts and of the dense part."""
@@ -179,7 +178,7 @@ class ExpertHost:
 
     @ray.method(concurrency_group="snapshots", num_returns=3)
     def next_snapshot(self) -> SnapshotParts:
-        """Wait for the next snapshot of this host. Its parts are objects of their own, so that a
+        """Wait for the next snapshot of this host. Its parts are separate objects, so that another
         host can fetch the dense part without the experts."""
         return self._context.outbox.fetch()
 
@@ -189,9 +188,9 @@ class ExpertHost:
     ) -> None:
         """Keep another host's snapshot in this process.
 
-        Delete those of all sets but its own and the complete one, which its generation and step name.
-        The bytes are copied out of the object store, whose copy is lost with the node of the other
-        host."""
+        Delete the backups of all other snapshot sets except the complete one; ``complete_set`` is its
+        generation and step. The bytes are copied out of the object store, which loses them with the node
+        of the other host."""
         generation, _, step = key
         kept = {complete_set, (generation, step)}
         self._backups = {
@@ -201,7 +200,7 @@ class ExpertHost:
 
     @ray.method(concurrency_group="backups", num_returns=2)
     def load_backup(self, key: BackupKey) -> tuple[Any, Any]:
-        """Return the bytes that this host keeps for another one: the experts', the dense part's."""
+        """Return the backup of another host's snapshot: the bytes of its experts and of its dense part."""
         return self._backups[key]
 
 
@@ -213,7 +212,7 @@ def free_address() -> tuple[str, int]:
 
 
 def common_address(addresses: Sequence[tuple[str, int]]) -> tuple[str, int]:
-    """Return the address at which hosts can form a group: that of the first, given those of all.
+    """Return the address at which hosts can form a group: the first of their ``addresses``.
 
     Hosts on one node use the loopback interface, which no other machine reaches."""
     address, port = addresses[0]

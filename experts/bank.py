@@ -1,6 +1,6 @@
 """The bank: the experts of this host, stacked by hidden size.
 
-Each size class is then one or two large products. See ``types`` for the letters of shapes."""
+A grouped product can then compute all experts of one size. See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ BIASES = ("up_bias", "down_bias")
 
 
 _MAX_UNUSED_BYTES = 64 * 2**20
-"""Experts of several sizes share one buffer, as wide as the largest. Where it would waste more than this, the
-host waits for the counts of the sizes instead: in steps of such batches a wait costs little."""
+"""Limit of the memory that the fused kernel may waste: all rows of its buffer are as wide as the widest
+expert. Above it the host waits for the rows of each size, and allocates no more than they need: batches that
+large take long to compute, so that the wait costs little."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ExpertForm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is nothing but two matrices and the activation of its kind."""
+        """Whether an expert has only two matrices and the activation of its kind."""
         return self.activation is None and not self.bias and self.adapters is None
 
     def shape(self, role: str, width: int, hidden: int) -> tuple[int, ...]:
@@ -91,7 +92,7 @@ class SizeClass:
 
 
 def size_classes(sizes: Sequence[int], held: Sequence[int]) -> tuple[SizeClass, ...]:
-    """Group the held experts by hidden size, smallest first, and in a class by row."""
+    """Group the held experts by hidden size, smallest first. Within a class they are in the order of rows."""
     classes: list[SizeClass] = []
     for hidden in sorted({sizes[expert] for expert in held}):
         rows = tuple(expert for expert in sorted(held) if sizes[expert] == hidden)
@@ -122,8 +123,8 @@ class ExpertBank(nn.Module):
 
     A slot is an expert's place in stacked order. ``slot_E`` maps rows to slots, -1 for experts of
     other hosts. ``ids`` are the permanent ids of all experts of the layer, by row: names of saved
-    tensors and initial weights depend on them. ``form`` tells what an expert computes. ``owned`` are
-    the experts that this host counts and saves: all that it holds, but for copies of another host's.
+    tensors and initial weights depend on them. ``form`` is the computation of an expert. ``owned`` are
+    the experts that this host counts and saves: all that it holds, except copies that another host owns.
     With ``fp8`` the products of tokens in bf16 have operands in fp8; it needs ``fp8_obstacle`` to be None."""
 
     slot_E: Tensor
@@ -153,12 +154,12 @@ class ExpertBank(nn.Module):
         for group in self.classes:
             for role in self.form.roles:
                 shape = self.form.shape(role, width, group.hidden)
-                std = shape[0] ** -0.5 if role in MATRICES else 0.0
+                std = shape[0] ** -0.5 if role in MATRICES else 0.0  # other roles begin with zeros
                 weights = torch.empty((len(group.rows), *shape), device=device).normal_(0.0, std)
                 self.register_parameter(f"{role}_{group.hidden}", nn.Parameter(weights))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the copies of weights: they belong to a training, not to a copied or saved bank."""
+        """Leave out the copies of weights: the optimizer of one training keeps them up to date."""
         return {**super().__getstate__(), "copies": {}}
 
     @property
@@ -208,7 +209,7 @@ class ExpertBank(nn.Module):
 
     @torch.no_grad()
     def adapt(self, adapters: Adapters) -> None:
-        """Freeze the experts, and add adapters of zeros. They are fp32 beside weights of a shorter type."""
+        """Freeze the experts, and add adapters of zeros: in fp32 where the weights have a shorter type."""
         self.form = replace(self.form, adapters=adapters)
         self.requires_grad_(False)
         for group in self.classes:
@@ -255,6 +256,7 @@ class ExpertBank(nn.Module):
         with without_autocast(x):
             if row_map is None:
                 return self._compute_rows(x, counts_L, weights_R)
+            # Fused: one function copies tokens to rows, computes them, and sums the rows of each token.
             if self.fuses(x, len(row_map.token_R)):
                 weights = [self._class_weights(group, x.dtype) for group in self.classes]
                 matrices = [(each["up"], each["down"]) for each in weights]
@@ -271,13 +273,13 @@ class ExpertBank(nn.Module):
         return len(self.classes) > 1 or "loop" in self._kernels(device, dtype)
 
     def fuses(self, x_TD: Tensor, num_rows: int) -> bool:
-        """Whether ``experts_fused`` computes these tokens, copies and sums included.
+        """Whether ``experts_fused`` (or ``experts_fp8``) computes these tokens, copies and sums included.
 
-        It leaves out the rows after those of the last expert, so that ``num_rows`` may be a bound."""
+        Both skip the rows after those of the last expert, so that ``num_rows`` may be a bound."""
         dtype = computing_dtype(x_TD)
         if isinstance(x_TD, FakeTensor) or not num_rows or not self._can_fuse(x_TD.device, dtype):
             return False
-        # There is no other way in fp8.
+        # In fp8 only the fused function works, whatever memory it wastes.
         return self.fp8 or self._unused_bytes(num_rows, dtype.itemsize) <= _MAX_UNUSED_BYTES
 
     def fp8_obstacle(self) -> str | None:
@@ -294,9 +296,9 @@ class ExpertBank(nn.Module):
         return None
 
     def _check_unfused(self, x_TD: Tensor, num_rows: int) -> None:
-        """Raise ValueError where experts that are to compute in fp8 would compute in another type.
+        """Raise ValueError where fp8 was requested and these experts would compute in another type.
 
-        Outside of autocast and without gradients it is a measurement, which computes in its own type."""
+        A pass outside of autocast and without gradients is a measurement, which may use any type."""
         if not self.fp8 or not num_rows or isinstance(x_TD, FakeTensor):
             return
         if x_TD.dtype != torch.bfloat16 and not torch.is_grad_enabled():
@@ -311,7 +313,7 @@ class ExpertBank(nn.Module):
         if self.kind != "swiglu" or not self.form.is_plain:
             return False
         sizes = [group.hidden for group in self.classes]
-        # Of any number of experts, unlike torch's grouped products.
+        # Without the number of experts, which the fused function does not limit as torch's product does.
         if {choose_kernel(self.kernel, device, dtype, self.width, size) for size in sizes} != {"grouped"}:
             return False
         works = fp8_experts.works if self.fp8 else fused_experts.works
@@ -325,10 +327,10 @@ class ExpertBank(nn.Module):
         return choose_kernel(self.kernel, device, dtype, self.width, group.hidden, len(group.rows))
 
     def _unused_bytes(self, num_rows: int, itemsize: int) -> int:
-        """Return how much longer the kept buffer is than the hidden rows, if experts have even shares."""
+        """Return the bytes of the shared buffer beyond the hidden rows, if experts have even shares."""
         hidden = [group.hidden for group in self.classes for _ in group.rows]
         excess = max(hidden) - sum(hidden) / len(hidden)
-        return int(2 * excess * num_rows * itemsize)
+        return int(2 * excess * num_rows * itemsize)  # a hidden row has a gate and a value
 
     def _compute_rows(self, rows_RD: Tensor, counts_L: Tensor, weights_R: Tensor) -> Tensor:
         """Compute rows, one size class after another."""
@@ -337,7 +339,7 @@ class ExpertBank(nn.Module):
         if len(self.classes) == 1:
             return self._compute(self.classes[0], rows_RD, counts_L, weights_R)
         counts_of_class = counts_L.split([len(group.rows) for group in self.classes])
-        # One transfer to the host for all classes.
+        # Splitting rows by class needs their numbers on the host: one transfer for all classes.
         totals = torch.stack([counts.sum() for counts in counts_of_class])
         sizes = row_counts(totals, rows_RD.shape[0])
         rows_of_class = rows_RD.split(sizes)
@@ -357,8 +359,7 @@ class ExpertBank(nn.Module):
         weights = self._class_weights(group, dtype)
         kernel = self._kernel(group, rows_RD.device, dtype)
         compiling = torch.compiler.is_compiling()
-        # The compiler supports grouped products in bf16 only; in a traced model their FLOPs would
-        # not be counted.
+        # The compiler supports grouped products in bf16 only, and a trace would not count their FLOPs.
         supported = dtype == torch.bfloat16 or not compiling
         grouped = kernel == "grouped" and supported and not isinstance(rows_RD, FakeTensor)
         if not self.form.is_plain:
@@ -369,7 +370,7 @@ class ExpertBank(nn.Module):
         arguments = (rows_RD, weights["up"], weights["down"], counts_E, weights_R, self.kind)
         if grouped:
             return experts_grouped(*arguments)
-        # Row counts change at every step, and each would be compiled to a graph of its own.
+        # Row counts change at every step, and the loop would be compiled anew for each of them.
         return uncompiled(experts_loop)(*arguments)
 
     def _class_weights(self, group: SizeClass, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -384,7 +385,7 @@ class ExpertBank(nn.Module):
             return parameter.to(dtype)
         if not torch.compiler.is_compiling():  # compiled code has its copies refreshed before each call
             copy.refresh()
-        # The copy of a parameter that was frozen meanwhile would still hand over gradients.
+        # Detach the copy of a parameter that was frozen since: the copy would still hand over gradients.
         return copy.weights if parameter.requires_grad else copy.weights.detach()
 
 

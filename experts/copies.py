@@ -24,7 +24,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NOT_HELD = 0
 _FROZEN = 1
 _FIRST_DTYPE = 2
-_HEADER = (0x636F7079,)  # of the exchange in which hosts agree: no other has it
+_HEADER = (0x636F7079,)  # marks the exchange in which hosts agree on types
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Piece:
 
 @dataclass
 class _Round:
-    """The pieces of this host that are summed at a time; the round of a host may have none."""
+    """The pieces of this host that are summed at the same time; there may be none."""
 
     dtype: torch.dtype
     pieces: list[_Piece] = field(default_factory=list)
@@ -150,7 +150,7 @@ class CopiedGradients:
         if self._rounds is None:
             self._rounds = self._plan_rounds()
         most_bytes = max((pieces.num_bytes for pieces in self._rounds), default=0)
-        # All rounds use the same memory: buffers of each would lie in the caches of an allocator.
+        # All rounds reuse two buffers: new ones of other sizes would stay in the allocator's cache.
         buffers = [torch.empty(most_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
         for pieces in self._rounds:
             self._reduce_scatter(pieces, buffers)
@@ -176,7 +176,7 @@ class CopiedGradients:
             _write(summed, piece.views(own))
 
     def _all_gather(self, pieces: _Round, buffers: Sequence[Tensor]) -> None:
-        """Send this host's share of each sum to the other copies, and take theirs."""
+        """Send this host's share of each sum to the other copies, and write the shares of the others."""
         own = self._exchange.rank
         others = [pieces.with_host(host, own) for host in range(self._exchange.size)]
         sent = [[view for piece in shared for view in piece.views(own)] for shared in others]
@@ -193,9 +193,9 @@ class CopiedGradients:
         buffers: Sequence[Tensor],
         dtype: torch.dtype,
     ) -> list[list[Tensor]]:
-        """Send parts of gradients to each host, and return those of each, which have these lengths.
+        """Send parts of gradients to each host. Return the parts from each host, which have ``lengths``.
 
-        They are in ``buffers`` until the next call."""
+        Both are in ``buffers``, which the next call overwrites."""
         send_counts = [dtype.itemsize * sum(part.numel() for part in to_host) for to_host in sent]
         receive_counts = [dtype.itemsize * sum(from_host) for from_host in lengths]
         leaving = buffers[0][: sum(send_counts)]
@@ -211,11 +211,12 @@ class CopiedGradients:
     # Rounds
 
     def _plan_rounds(self) -> list[_Round]:
-        """Return this host's pieces of each round, of which all hosts have the same number.
+        """Return this host's pieces of each round. All hosts have the same number of rounds.
 
-        The elements of a host follow each other, and those of an expert begin where all its hosts have come
-        to an end of others: so experts with other hosts are summed side by side, and a host never has more
-        than a piece in a round. Each type has rounds of its own."""
+        Each host has a line of elements, cut into rounds of ``PIECE_ELEMENTS``. The gradient of an expert is
+        appended at one place of all its hosts' lines: the first that is free on each. So its hosts sum it in
+        the same rounds, experts with other hosts are summed at the same time, and no host sums more than
+        ``PIECE_ELEMENTS`` in a round. Each type has rounds of its own."""
         rounds: list[_Round] = []
         dtype_of = self._agreed_dtypes()
         for dtype in _DTYPES:
@@ -236,7 +237,7 @@ class CopiedGradients:
         return rounds
 
     def _copied_experts(self) -> Iterator[_CopiedExperts]:
-        """Yield the parameters of all copied experts, on whatever hosts, in an order that all share."""
+        """Yield the parameters of the copied experts of all hosts, in the same order on each host."""
         for bank, structure in self._banks:
             for role in bank.form.roles:
                 for (size, hosts), rows in _by_hosts(structure).items():
@@ -245,7 +246,7 @@ class CopiedGradients:
     def _agreed_dtypes(self) -> dict[tuple[ExpertBank, str], torch.dtype | None]:
         """Return the type of each parameter of experts; None if it is frozen, or copied nowhere.
 
-        A host without the experts of a layer does not know: the hosts tell each other."""
+        A host without experts of a layer does not know their type, so the hosts exchange what they know."""
         keys = [(bank, role) for bank, _ in self._banks for role in bank.form.roles]
         codes = dict.fromkeys(keys, _NOT_HELD)
         for copied in self._copied_experts():
@@ -279,7 +280,7 @@ def _by_hosts(structure: LayerStructure) -> dict[tuple[int, tuple[int, ...]], li
 
 
 def _cut(copies: _LocalCopies, begin: int, length: int) -> Iterator[tuple[int, _Piece]]:
-    """Yield the pieces of a vector that begins at this element of its hosts, each with its round."""
+    """Yield the pieces of a gradient with their rounds. ``begin`` is its place in the lines of its hosts."""
     end = begin + length
     for number in range(begin // PIECE_ELEMENTS, -(-end // PIECE_ELEMENTS)):
         low = max(begin, number * PIECE_ELEMENTS)

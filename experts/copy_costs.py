@@ -15,8 +15,8 @@ _FP32_BYTES = 4
 def ring_factor(copies: int) -> float:
     """Return the bytes that the host of a copy sends in a step, as a multiple of the expert's gradient.
 
-    It sends each other copy that one's share of the gradient, then each its own share of the sum: as many
-    bytes as in a ring, which is the least that is possible. It receives as many."""
+    It sends to each other copy the share that this copy sums, then its own share of the sum: as many bytes as
+    in a ring all-reduce, which is the minimum. It receives as many."""
     return 2 * (copies - 1) / copies
 
 
@@ -28,5 +28,5 @@ def piece_count(copied_gradient_bytes: float) -> int:
 def held_bytes(copied_gradient_bytes: float) -> float:
     """Return the bytes that a host holds beside its gradients while they are summed.
 
-    They are a piece to send and a piece that is received, of the gradients of its copied experts."""
+    It holds a piece to send and a piece that it receives."""
     return 2 * min(copied_gradient_bytes, float(_FP32_BYTES * PIECE_ELEMENTS))

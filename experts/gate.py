@@ -102,7 +102,7 @@ class Gate(nn.Module):
 
     @property
     def _normalises(self) -> bool:
-        # As it was built: a gate that chooses all experts may get a second one, or lose it.
+        # By the number of experts at construction: a gate that chooses all may go from one expert to two.
         return self.normalise and self._has_several
 
     def _can_fuse(self, logits_TE: Tensor) -> bool:
@@ -146,7 +146,7 @@ class Gate(nn.Module):
             # Detached: the bias takes part in the choice only, and a choice has no gradient.
             biased_TE = scores_TE.detach() + bias_E
             if self.has_prior:
-                # A bias, or scores that underflow, must not make up for it.
+                # Masked: a score of zero would still win by its bias, or where all scores underflow.
                 biased_TE = biased_TE.masked_fill(self.prior_E == -torch.inf, -torch.inf)
 
             def chosen() -> Tensor:

@@ -175,7 +175,7 @@ class GroupFactory:
     membership: GroupMembership
     _groups: list[Group] = field(default_factory=list)
     _device_waits: DeviceWaits | None = None
-    """Of all groups whose work the device waits for."""
+    """Shared by all groups whose work the device waits for."""
     _to_abort: deque[Any] = field(default_factory=deque)
     """NCCL's groups, which are aborted when they are left."""
     _aborts_when_left: bool = False

@@ -78,7 +78,7 @@ class MoELayer(RoutedExperts):
         self.use_priors(step)
 
     def _use_twins(self) -> None:
-        """Set the twin of each expert, and the expert that the gate chose where a twin computes."""
+        """Set each expert's twin, and the row that the gate chooses for it: its own, or its parent's."""
         experts = self.structure.experts
         device = self.load_E.device
         twins = {expert.twin_of: row for row, expert in enumerate(experts) if expert.twin_of is not None}

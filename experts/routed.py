@@ -1,6 +1,6 @@
 """Routed experts of one layer: token exchange between hosts, dispatch and bank.
 
-The router is someone else's: ``MoELayer`` has a gate of ours, models of ``transformers`` have their
+The router is not part of it: ``MoELayer`` adds our gate, models of ``transformers`` have routers of their
 own. See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class RoutedExperts(nn.Module):
         if self.route_EB is None:
             return self.host_E[experts_TK]
         token_T = torch.arange(len(experts_TK), device=experts_TK.device)
-        # The upper bits of a product: tokens at one place of their samples are in different buckets.
+        # Multiplicative hashing: the upper bits of the product spread neighbours, and tokens at the same
+        # position of different samples, over the buckets.
         bucket_T = ((token_T * 2654435769) >> 26) % self.route_EB.shape[1]
         return self.route_EB[experts_TK, bucket_T.unsqueeze(1)]
 

@@ -134,7 +134,7 @@ class ExpertStatistics(nn.Module):
 def _round(sums: Tensor) -> Tensor:
     """Round sums in place, to a grid on which additions are exact.
 
-    In any order they then give the same bits: a snapshot adds up the hosts earlier than others would."""
+    Sums then have the same bits in any order: a snapshot may add up the hosts earlier."""
     return sums.add_(_ROUNDER).sub_(_ROUNDER)
 
 

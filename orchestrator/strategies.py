@@ -1,7 +1,7 @@
 """The facts of each strategy that settings, plan, cost model, record and driver need.
 
-They ask these facts, and compare no names. The side that computes is ``orchestrator/train/strategies``.
-A leaf module: it imports no torch."""
+Their code asks for a fact, and never compares the name of a strategy. ``orchestrator/train/strategies``
+has the side that computes. A leaf module: it imports no torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class StrategyFacts:
-    """One strategy, as all parts of the product see it that do not compute."""
+    """The facts of one strategy for the parts of the product that do not compute."""
 
     name: StrategyName
     whole_experts: str = ""
-    """Where every worker has all experts: who has them, for people. Empty where they are divided."""
+    """Words for messages that say which workers have all experts; empty where the experts are divided."""
     in_process: bool = False
     """Whether the process that starts the run trains, without workers."""
     replaces_workers: bool = False

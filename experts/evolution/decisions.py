@@ -51,7 +51,7 @@ def due_warmups(layers: Sequence[LayerStructure], step: int) -> tuple[Change, ..
 def why_undo(loss_before: float, loss_after: float, rules: EvolutionRules) -> str | None:
     """Return the reason to undo a change by the validation losses around it; None if it may stay."""
     limit = loss_before + rules.change_tolerance * abs(loss_before)
-    # Written so that a loss that is no number is too much.
+    # In this form of the comparison, NaN exceeds the limit.
     if loss_after <= limit:
         return None
     return (
@@ -172,7 +172,7 @@ class _Draft:
         return rested and num_changes < self._rules.max_changes and shows_enough(self.layer, self._rules)
 
     def _may_remove(self) -> bool:
-        """Whether one expert less is enough.
+        """Whether the layer has enough experts without one of them.
 
         Experts in warm-up do not count: the gate may not choose them yet. A layer with top-k routing keeps
         more experts than a token needs, since the gate would have no choice otherwise."""

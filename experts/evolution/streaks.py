@@ -41,7 +41,7 @@ def _observe_layer(layer: LayerView, state: LayerState, step: int, rules: Evolut
     overloaded_above = rules.birth_overload * layer.even_share
     dormant = _streaks(layer, state.dormant, lambda expert: expert.share < dormant_below)
     if any(expert.warming for expert in layer.experts):
-        # The newborn may be the remedy: neither sign for a birth counts before it has its share.
+        # A newborn in warm-up may be the remedy, so the signs for another birth do not count.
         return replace(state, uncertain=0, overloaded={}, dormant=dormant)
     overloaded = _streaks(layer, state.overloaded, lambda expert: expert.share > overloaded_above)
     uncertain = len(layer.experts) > 1 and layer.entropy > rules.birth_entropy

@@ -80,7 +80,7 @@ class RunView:
 
 @dataclass(frozen=True)
 class LayerState:
-    """What the decisions remember about a layer. Streaks count windows in a row."""
+    """The memory of the decisions about a layer. Streaks count windows in a row."""
 
     uncertain: int = 0
     overloaded: Mapping[int, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class LayerState:
 
 @dataclass(frozen=True)
 class PolicyState:
-    """What the decisions remember about a run. It belongs to a checkpoint."""
+    """The memory of the decisions about a run, part of a checkpoint."""
 
     layers: Mapping[str, LayerState] = field(default_factory=dict)
     """By the name of the layer."""

@@ -1,6 +1,6 @@
 """Choice of the kernel that computes the experts.
 
-Where both work, it is the one that ``benchmarks/moe/expert_kernels.py`` measured to be faster."""
+Where both work, take the one that ``benchmarks/moe/expert_kernels.py`` measured to be faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def choose_kernel(
     hidden: int,
     experts: int = 1,
 ) -> Kernel:
-    """Return ``loop`` or ``grouped`` for so many experts of one size.
+    """Return ``loop`` or ``grouped`` for this number of ``experts`` of one size.
 
     Raises ValueError where ``grouped`` is requested and does not work."""
     fused = is_fused(device, dtype)

@@ -67,8 +67,9 @@ def _swiglu_backward(
     gate_BH, value_BH = hidden_BH.chunk(2, dim=-1)
     grad_gate_BH, grad_value_BH = grad_hidden_BH.chunk(2, dim=-1)
     activated_BH = F.silu(gate_BH)
+    # Products are in the order of autograd, so that each rounds in the same way.
     torch.sum(activated_BH * value_BH * grad_BH, 1, out=grad_weights_B)
     grad_product_BH = grad_BH * weights_B.unsqueeze(1)
     torch.mul(grad_product_BH, activated_BH, out=grad_value_BH)
-    grad_activated_BH = grad_product_BH.mul_(value_BH)
+    grad_activated_BH = grad_product_BH.mul_(value_BH)  # in place: the gradient of value is done with it
     torch.ops.aten.silu_backward.grad_input(grad_activated_BH, gate_BH, grad_input=grad_gate_BH)

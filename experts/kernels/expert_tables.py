@@ -22,7 +22,7 @@ from experts.kernels.row_products import RowTiles, weight_gradient
 class Rows(NamedTuple):
     """The rows of the experts, as both passes need them.
 
-    Operators of torch have no arguments of other types: they take it as a list of tensors."""
+    Operators of torch take no such type, so it is passed as a list of tensors."""
 
     weights_R: Tensor
     counts_L: Tensor
@@ -62,8 +62,8 @@ def tiled_classes(matrices: Sequence[Tensor], counts_L: Tensor, num_rows: int) -
 def tables(buffer: Tensor, num_rows: int, widths: Sequence[int]) -> list[Tensor]:
     """Return a table of rows for each class, all in one buffer of ``num_rows`` rows of the widest.
 
-    A class uses its own rows of its table. They are not those of another class: rows of wider classes
-    have higher numbers, and row r begins at r times the width of its table."""
+    A class uses only its own rows of its table. Tables overlap, but the rows in use do not: row r begins at
+    r times the width of its table, and wider classes have higher rows."""
     return [buffer[: num_rows * width].view(num_rows, width) for width in widths]
 
 
@@ -96,7 +96,7 @@ _SECOND_PASS = (
 
 
 def refuse_second_pass(ctx: Any) -> None:
-    """Raise before torch finds that a saved tensor has changed, which would not tell the reason."""
+    """Raise before torch does: its error about a changed tensor would not name the reason."""
     if torch.compiler.is_compiling():  # a compiler refuses a second pass itself
         return
     if getattr(ctx, "is_used", False):
@@ -107,8 +107,8 @@ def refuse_second_pass(ctx: Any) -> None:
 def mark_overwritten(hidden: Tensor) -> None:
     """Mark hidden rows as overwritten by a backward pass.
 
-    Its operator does not declare it: a compiler would copy them first. None but the forward pass of the same
-    function has them, unless a compiler merges two equal passes."""
+    The operator does not declare this mutation, because a compiler would then copy the rows first. Only the
+    forward pass of the same function holds them, unless a compiler merges two equal passes."""
     if hidden._version:
         raise RuntimeError(_SECOND_PASS)
     torch.autograd.graph.increment_version(hidden)

@@ -160,6 +160,7 @@ def _quantise_kernel(
         largest = tl.maximum(largest, tl.abs(values))
     scale = tl.maximum(tl.max(largest, axis=1), SMALLEST_AMAX) * (1.0 / LARGEST)
     tl.store(scales + row, scale, mask=has_row)
+    # One division per row. ``div_rn`` rounds as torch does; Triton's ``/`` is approximate.
     factor = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), scale)
     for start in range(0, K, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -180,7 +181,9 @@ def _columns_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Each program quantises and transposes some columns of one expert, which have at most ``ROWS`` rows."""
+    """Each program quantises and transposes some columns of one expert, which have at most ``ROWS`` rows.
+
+    A column of the matrix is a row of the transpose, so a column has one scale."""
     expert = tl.program_id(1).to(tl.int64)
     row = tl.arange(0, ROWS).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -121,16 +121,16 @@ def _compute_backward(
     num_rows = len(weights_R)
     classes = tiled_classes(matrices, counts_L, num_rows)
     hidden_widths = [each.up_EDH.shape[2] for each in classes]
-    # As in bf16, gradients take the place of the hidden rows, and activated rows that of their gradients.
+    # As in bf16, gradients overwrite the hidden rows, and activated rows overwrite their own gradients.
     inner_tables = new_tables(x_TD, num_rows, [each.down_EHD.shape[1] for each in classes])
     hidden_tables = tables(hidden, num_rows, hidden_widths)
     quantised_tables = _new_tables(x_TD, num_rows, hidden_widths)
     d_rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
-    d_weights_R = torch.zeros_like(weights_R)  # rows that are left out have weights of other hosts' experts
+    d_weights_R = torch.zeros_like(weights_R)  # no kernel writes rows after those of the last expert
     tokens_grad = quantise(grad_TD)
     for number, each in enumerate(classes):
-        # No name is given to the tables: it would keep them alive below.
-        # Both matrices are contracted along their rows in memory, so that nothing is transposed.
+        # Index the tables instead of naming one: a name would keep its memory after ``clear``.
+        # The gradient of rows contracts both matrices along their rows in memory: no transpose is needed.
         row_product(tokens_grad, quantise(each.down_EHD), each.tiles, inner_tables[number], token_R)
         gradients = SwigluGradients(hidden_tables[number], d_weights_R, inner_tables[number])
         fused.write_swiglu_gradients(

@@ -211,6 +211,7 @@ def _copy_kernel(
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < D)[None, :]
+    # The tile stays in registers while it is written to the row of each choice; -1 is a choice without a row.
     values = tl.load(x + token[:, None] * stride + column[None, :], mask=inside)
     for k in tl.static_range(K):
         row = tl.load(row_of + token * K + k, mask=token < tokens, other=-1).to(tl.int64)
@@ -228,6 +229,7 @@ def _sum_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    """Sum the rows of each token, in fp32 and in the order of K."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < D)[None, :]
@@ -252,12 +254,15 @@ def _swiglu_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    """Each program computes a tile of the output: weight * silu(gate) * value."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     has_row = row < rows
+    # The grid covers all rows, because the host does not know the span: programs outside of it do nothing.
     if SPAN:
         has_row = (row >= tl.load(begin)) & (row < tl.load(end))
     inside = has_row[:, None] & (column < H)[None, :]
+    # A hidden row has H gates, then H values.
     address = hidden + row[:, None] * (2 * H) + column[None, :]
     gate = tl.load(address, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(address + H, mask=inside, other=0.0).to(tl.float32)
@@ -298,11 +303,15 @@ def _swiglu_backward_kernel(
         value = tl.load(hidden + offset + H, mask=inside, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         activated = gate * sigmoid * value
+        # The weight multiplies the whole row, so its gradient is the sum of grad * activated over the row.
         d_weight += grad * activated
+        # All loads of a tile come before its stores: ``output`` may be the memory of ``grads``, and
+        # ``d_hidden`` that of ``hidden``.
         if OUTPUT:
             weighted = (activated * weight[:, None]).to(output.dtype.element_ty)
             tl.store(output + row[:, None] * H + column[None, :], weighted, mask=inside)
         grad *= weight[:, None]
+        # The derivative of silu(g) = g * s(g) is s * (1 + g * (1 - s)).
         d_gate = grad * value * sigmoid * (1.0 + gate * (1.0 - sigmoid))
         tl.store(d_hidden + offset, d_gate.to(d_hidden.dtype.element_ty), mask=inside)
         tl.store(d_hidden + offset + H, (grad * gate * sigmoid).to(d_hidden.dtype.element_ty), mask=inside)

@@ -114,13 +114,13 @@ def _compute_backward(
     num_rows = len(weights_R)
     classes = tiled_classes(matrices, counts_L, num_rows)
     inner_tables = new_tables(x_TD, num_rows, [each.down_EHD.shape[1] for each in classes])
-    # The gradients take the place of the hidden rows, and the activated rows that of their gradients: the
-    # kernel reads each element before it writes it, and nobody needs the old ones again.
+    # The backward pass allocates no second set of hidden rows. Gradients overwrite the hidden rows, and the
+    # activated rows overwrite their own gradients: the kernel reads each element before it writes it.
     hidden_tables = tables(hidden, num_rows, [each.up_EDH.shape[2] for each in classes])
     grad_RD = fused.copy_rows(grad_TD, row_TK, num_rows)
-    d_weights_R = torch.zeros_like(weights_R)  # rows that are left out have weights of other hosts' experts
+    d_weights_R = torch.zeros_like(weights_R)  # no kernel writes rows after those of the last expert
     for number, each in enumerate(classes):
-        # No name is given to the tables: it would keep them alive below.
+        # Index the tables instead of naming one: a name would keep its memory after ``clear``.
         _write_hidden_gradients(
             grad_RD, each, inner_tables[number], hidden_tables[number], weights_R, d_weights_R
         )
@@ -128,13 +128,14 @@ def _compute_backward(
     if trains_experts:
         d_downs = weight_gradients(inner_tables, [grad_RD] * len(classes), classes)
     inner_tables.clear()  # each table is freed before the next is allocated
-    d_rows_RD = grad_RD  # its last reader was the gradient of the second matrix
+    d_rows_RD = grad_RD  # reuse the memory: the gradient of the second matrix was its last reader
     for each, d_hidden_RH in zip(classes, hidden_tables, strict=True):
         row_product(d_hidden_RH, each.up_EDH.transpose(1, 2), each.tiles, None, d_rows_RD)
     d_x_TD = fused.add_rows(d_rows_RD, row_TK)
     if not trains_experts:
         return d_x_TD, d_weights_R, []
     del grad_RD, d_rows_RD
+    # The forward pass gathered these rows within its product. The gradient needs them sorted in memory.
     rows_RD = fused.copy_rows(x_TD, row_TK, num_rows)
     d_ups = weight_gradients([rows_RD] * len(classes), hidden_tables, classes)
     return d_x_TD, d_weights_R, [each for pair in zip(d_ups, d_downs, strict=True) for each in pair]

@@ -1,6 +1,6 @@
 """Fused kernels of the gate: its logits, and the choice of experts with weights and losses.
 
-``fused`` tells when they are available. See ``experts.types`` for the letters of shapes."""
+``launching.available`` tells whether they work. See ``experts.types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 def _logits_backward(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     tokens, experts = grad_TE.shape
+    # High and low parts lie side by side, so that one bf16 product takes both.
     parts_TE = x_TD.new_empty(tokens, 2 * experts)
     high_TE, low_TE = parts_TE.chunk(2, dim=1)
     high_TE.copy_(grad_TE)
@@ -154,7 +155,7 @@ def _choose_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Take the largest probability K times.
+    """Compute the softmax of each token, then take the largest probability K times.
 
     NaN counts as the largest, as in torch; ties go to the first expert."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -164,16 +165,19 @@ def _choose_kernel(
     logit = tl.load(
         logits + token[:, None] * E + expert[None, :], mask=in_batch[:, None] & is_expert, other=float("-inf")
     )
+    # Tokens past the batch get zeros: the difference of two infinities would be NaN.
     logit = tl.where(in_batch[:, None], logit, 0.0)
+    # The peak is subtracted so that no power overflows. Columns past the last expert have no power.
     peak = tl.max(logit, axis=1)
     power = tl.where(is_expert, tl.exp(logit - peak[:, None]), 0.0)
     total = tl.sum(power, axis=1)
     probability = power / total[:, None]
-    # Candidates: NaN is 2, above any probability; an expert that was taken is -1, a column without
-    # expert -2.
+    # ``left`` ranks the candidates: 2 for NaN, above any probability; -1 for an expert that was taken; -2 for
+    # a column past the last expert.
     left = tl.where(is_expert, tl.where(probability == probability, probability, 2.0), -2.0)
     weight = tl.zeros((ROWS, CHOICES), dtype=tl.float32)
     index = tl.zeros((ROWS, CHOICES), dtype=tl.int64)
+    # Registers have no index at run time: masks pick the chosen column, and fill place k of the results.
     for k in tl.static_range(K):
         best = tl.argmax(left, axis=1)
         taken = expert[None, :] == best[:, None]
@@ -187,9 +191,10 @@ def _choose_kernel(
     inside = in_batch[:, None] & (choice < K)[None, :]
     tl.store(weights + offset, weight, mask=inside)
     tl.store(chosen + offset, index, mask=inside)
+    # Losses are stored per token and summed afterwards in a fixed order: atomics would have none.
     used = tl.load(share + expert, mask=expert < E, other=0.0).to(tl.float32)
     tl.store(losses + token, tl.sum(probability * used[None, :], axis=1), mask=in_batch)
-    level = peak + tl.log(total)
+    level = peak + tl.log(total)  # the logsumexp of the logits, whose square is the z loss
     tl.store(losses + tokens + token, level * level, mask=in_batch)
 
 
@@ -207,6 +212,7 @@ def _choose_backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    """Compute the softmax again, then the gradient of the logits from those of weights and losses."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, COLUMNS)
     in_batch, is_expert = token < tokens, (expert < E)[None, :]
@@ -218,16 +224,17 @@ def _choose_backward_kernel(
     power = tl.where(is_expert, tl.exp(logit - peak[:, None]), 0.0)
     total = tl.sum(power, axis=1)
     probability = power / total[:, None]
-    picked = tl.zeros(
-        (ROWS, COLUMNS), dtype=tl.float32
-    )  # gradients of the weights, in their experts' columns
-    taken = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)  # probabilities of the chosen experts, zero elsewhere
+    # Both are zero for experts that were not chosen: the gradient of each weight in the column of its expert,
+    # and the probability of each chosen expert.
+    picked = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    taken = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in tl.static_range(K):
         best = tl.load(chosen + token * K + k, mask=in_batch, other=0)
         grad = tl.load(d_weights + token * K + k, mask=in_batch, other=0.0)
         same = expert[None, :] == best[:, None]
         picked = tl.where(same, grad[:, None], picked)
         taken = tl.where(same, probability, taken)
+    # With w_k = p_k / sum(p), the gradient of p_k is (d_w_k - sum(d_w * w)) / sum(p).
     if NORMALISE:
         sum_taken = tl.sum(taken, axis=1)[:, None]
         mean = tl.sum(picked * taken, axis=1)[:, None] / sum_taken
@@ -236,6 +243,7 @@ def _choose_backward_kernel(
     d_probability = picked + tl.load(d_losses) * used[None, :]
     level = peak + tl.log(total)
     d_level = 2.0 * level * tl.load(d_losses + 1)
+    # The softmax gives p * (d_p - sum(p * d_p)); the gradient of the logsumexp is p.
     inner = tl.sum(probability * d_probability, axis=1)
     d_logit = probability * (d_probability - inner[:, None] + d_level[:, None])
     tl.store(d_logits + token[:, None] * E + expert[None, :], d_logit, mask=in_batch[:, None] & is_expert)

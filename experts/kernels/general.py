@@ -50,7 +50,7 @@ def two_products(
     hidden_RH = adapted_product(product, rows_RD, weights, "up")
     if "up_bias" in weights:
         hidden_RH = hidden_RH + weights["up_bias"][expert_R]
-    # Weighting here equals weighting the expert's output, but for the bias of that output.
+    # The activation applies the row's weight, which equals weighting the output but for the output's bias.
     output_RD = adapted_product(product, activate(hidden_RH, weights_R), weights, "down")
     if "down_bias" in weights:
         scale_R1 = weights_R.to(rows_RD.dtype).unsqueeze(1)

@@ -84,8 +84,8 @@ def checked_offsets(offsets_E: Tensor, num_rows: int) -> Tensor:
     The operator accepts wrong offsets silently, reads beyond the rows, and leaves rows after the last
     offset uninitialised, in the result and in the gradient. On a CPU wrong ones are refused. On a GPU
     the host would have to wait to see them, and an assertion of the device would end its CUDA context:
-    they are bounded. ``dispatch`` returns none; where rows of another host do not match their
-    announcement, ``RowCheck`` reports it at the next wait."""
+    they are bounded. ``dispatch`` returns no wrong offsets; where rows of another host do not match
+    their announcement, ``RowCheck`` reports it at the next wait."""
     if torch.compiler.is_compiling() or isinstance(offsets_E, FakeTensor):
         return offsets_E
     bounded_E = bounded_offsets(offsets_E, num_rows)

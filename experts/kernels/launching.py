@@ -93,7 +93,7 @@ def refuse_second_derivative() -> None:
     """Raise in a backward pass whose gradients are to have gradients (``create_graph``).
 
     Autograd does not see into our operators: such gradients would lack a part, without an error."""
-    # A compiler refuses it itself.
+    # A compiler refuses second derivatives itself.
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         raise RuntimeError(
             "gradients of gradients (create_graph=True) do not pass through the kernels of MoE layers on a "
@@ -107,7 +107,7 @@ _library = torch.library.Library("experts", "FRAGMENT")
 def register(schema: str, compute: Callable[..., Any], shapes: Callable[..., Any]) -> None:
     """Register an operator of torch.
 
-    Tracing and compiling then see the shapes of its results and not its body."""
+    Tracing and compiling then see the shapes of the results and not the body of the operator."""
     name = _library.define(schema)
     _library.impl(name, compute, "CUDA")
     _library.impl(name, shapes, "Meta")

@@ -62,7 +62,9 @@ class RowTiles:
         read."""
         first, stop, _ = slots.indices(len(counts_L))
         num_experts = stop - first
+        # Low tiles where experts have few rows: most of a high one would be empty.
         height = 64 if num_rows <= 64 * len(counts_L) else 128
+        # The device alone knows the number of tiles. At most one tile of each expert is not full.
         capacity = num_blocks(num_rows, height) + num_experts
         expert_J, first_row_J = counts_L.new_empty(2, capacity, dtype=torch.int32).unbind()
         count_1 = counts_L.new_empty(1, dtype=torch.int32)
@@ -206,17 +208,22 @@ def _tiles_kernel(
     HEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program lists the tiles of one expert."""
+    """Each program lists the tiles of one expert.
+
+    It reads the counts of all slots, to find where the rows and the tiles of its expert begin: programs need
+    not wait for each other."""
     expert = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     is_own = index == FIRST + expert
     size = tl.load(counts + index, mask=index < L, other=0)
     total = tl.cumsum(size, axis=0)
+    # Bounded by the number of rows, whatever the counts are.
     begin = tl.minimum(total - size, rows).to(tl.int32)
     end = tl.minimum(total, rows).to(tl.int32)
     is_listed = (index >= FIRST) & (index < FIRST + E)
     tiles = tl.where(is_listed, (end - begin + HEIGHT - 1) // HEIGHT, 0)
     tiles_before = tl.sum(tl.where(index < FIRST + expert, tiles, 0))
+    # A sum over a mask reads one element of a block.
     own_tiles = tl.sum(tl.where(is_own, tiles, 0))
     own_begin = tl.sum(tl.where(is_own, begin, 0))
     for number in range(own_tiles):
@@ -249,11 +256,15 @@ def _product_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ) -> None:
+    """Each program computes every ``PROGRAMS``-th tile of the result, until there are no more.
+
+    A tile is ``BM`` rows of one expert by ``BN`` columns of its matrix."""
     GROUP: tl.constexpr = 8  # tiles of rows that pass over the same columns, which stay in the cache
     num_tiles = tl.load(count)
     num_columns = tl.cdiv(N, BN)
     per_group = GROUP * num_columns
     for tile in tl.range(tl.program_id(0), num_tiles * num_columns, PROGRAMS, flatten=not GATHER):
+        # Within a group, tiles of rows come first and columns second. The last group may have fewer rows.
         first_of_group = (tile // per_group) * GROUP
         group_size = tl.minimum(num_tiles - first_of_group, GROUP)
         row_tile = first_of_group + (tile % per_group) % group_size
@@ -268,17 +279,20 @@ def _product_kernel(
         total = tl.zeros((BM, BN), dtype=tl.float32)
         for k in range(0, K, BK):
             if GATHER:
+                # Places after the expert's last row read token 0, so that no mask is needed.
                 place = token.to(tl.int64)[:, None] * K + k + tl.arange(0, BK)[None, :]
                 left = tl.load(rows + place)
             else:
                 # Rows of the next expert may be among them: their products are not stored.
                 left = rows.load([begin, k])
+            # The matrices of all experts lie below each other in one descriptor.
             if TRANSPOSED:
                 right = matrices.load([expert * N + column_tile * BN, k]).T
             else:
                 right = matrices.load([expert * K + k, column_tile * BN])
             total = tl.dot(left, right, total)
         column = column_tile * BN + tl.arange(0, BN)
+        # Scales are constant along K, so they multiply the sum once.
         if SCALED:
             row_scale = tl.load(row_scales + token, mask=inside, other=0.0)
             column_scale = tl.load(column_scales + expert * N + column, mask=column < N, other=0.0)
@@ -299,7 +313,9 @@ def _weight_gradient_kernel(
     BN: tl.constexpr,
     BR: tl.constexpr,
 ) -> None:
-    """Each program computes one block of one expert's matrix, over all rows of the expert."""
+    """Each program computes one block of one expert's matrix, over all rows of the expert.
+
+    No two programs add to one element. An expert without rows gets zeros."""
     expert = tl.program_id(1)
     num_columns = tl.cdiv(N, BN)
     inner = (tl.program_id(0) // num_columns) * BM + tl.arange(0, BM)

@@ -124,6 +124,7 @@ def _count_kernel(
     block = tl.program_id(0).to(tl.int64)
     place = block * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + place, mask=place < size, other=-1)
+    # Some slots at a time: the comparison of all choices with all slots would not fit in registers.
     for first in tl.static_range(0, SLOTS, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         count = tl.sum((slot[:, None] == column[None, :]).to(tl.int32), axis=0)
@@ -138,7 +139,9 @@ def _scan_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Each program replaces the counts of some slots by their sums over the blocks before."""
+    """Each program replaces the counts of some slots by their sums over the blocks before.
+
+    It is an exclusive prefix sum down each column of the table of blocks and slots."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     before = tl.zeros((COLUMNS,), dtype=tl.int32)
     for first in range(0, blocks, ROWS):
@@ -146,6 +149,7 @@ def _scan_kernel(
         inside = (block < blocks)[:, None] & (column < L)[None, :]
         place = counts + block.to(tl.int64)[:, None] * L + column[None, :]
         count = tl.load(place, mask=inside, other=0)
+        # cumsum includes the block itself, which is subtracted again.
         tl.store(place, before[None, :] + tl.cumsum(count, axis=0) - count, mask=inside)
         before += tl.sum(count, axis=0)
     tl.store(totals + column, before.to(tl.int64), mask=column < L)
@@ -165,7 +169,10 @@ def _place_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program finds the rows of a block of choices."""
+    """Each program finds the rows of a block of choices.
+
+    The row of a choice is the first row of its slot, plus the choices of that slot in earlier blocks, plus
+    those before it in its own block."""
     block = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, BLOCK)
     place = block * BLOCK + number
@@ -174,6 +181,7 @@ def _place_kernel(
     present = (slot >= 0) & (slot < L)
     is_earlier = (slot[:, None] == slot[None, :]) & (number[None, :] < number[:, None])
     row = tl.sum(is_earlier.to(tl.int64), axis=1)
+    # ``counts`` are the prefix sums of ``_scan_kernel`` by now.
     row += tl.load(counts + block * L + slot, mask=present, other=0)
     row += tl.load(ends + slot, mask=present, other=0) - tl.load(totals + slot, mask=present, other=0)
     has_row = present & (row < rows)

@@ -65,7 +65,7 @@ def _halves(layer: MoELayer, new: LayerStructure, change: Change) -> list[int]:
 
 
 def _unused(new: LayerStructure, change: Change) -> list[int]:
-    """Return the row of an expert whose ramp begins: without a share it has no gradient yet."""
+    """Return the row of an expert whose ramp begins: the gate did not use it, so it has no gradients yet."""
     begins_ramp = change.kind == "warmed" or (change.kind == "born" and not change.parents)
     return [new.index(change.ids[0])] if begins_ramp else []
 
@@ -77,7 +77,7 @@ def _changed_slot(
     halves: Sequence[int],
     unused: Sequence[int],
 ) -> Tensor:
-    """Return a tensor of the optimizer for the changed rows. See ``moments``.
+    """Return a tensor of the optimizer for the changed rows. See ``optimizer_state``.
 
     The gradients of two halves add up to that of the row before, and those of merged rows to that of the
     one row: every token has a part in each row."""
@@ -92,7 +92,7 @@ def _changed_slot(
     for row in halves:
         result_ED[row] = halved(slot, result_ED[row], same_tokens=True)
     for row in unused:
-        # The squares tell the scale of the gradients to come: from zero, the first updates were too large.
+        # The squares give the scale of coming gradients: from zero, the first updates would be too large.
         result_ED[row] = value_ED.mean(0) if degree == 2 else 0.0
     return result_ED
 

@@ -86,7 +86,7 @@ class LayerBackup:
         )
 
     def restore(self, step: int) -> None:
-        """Put everything back. Ids that were given stay given."""
+        """Put everything back, except the next id: ids are never used again."""
         layer = self.layer
         structure = replace(self.structure, next_id=layer.structure.next_id)
         for parameter in _changed_parameters(layer):
@@ -115,8 +115,8 @@ def _changed_parameters(layer: RoutedExperts) -> list[nn.Parameter]:
 def change_layer(model: nn.Module, layer: RoutedExperts, change: Change, surgery: Surgery) -> LayerBackup:
     """Carry out a change. Return the means to undo it.
 
-    All hosts must call it with the same change. The parameters of bank and gate are replaced: a strategy
-    that knows them must be told."""
+    All hosts must call it with the same change. The parameters of bank and gate are replaced: the caller
+    notifies the strategy that holds them."""
     if change.kind not in _MOVES and not isinstance(layer, MoELayer):
         raise ValueError(
             f"{layer.layer_name}: an expert was to be {change.kind}; a router that is not ours knows its "
@@ -205,7 +205,7 @@ def _build_bank(
 def restructure(layers: Sequence[RoutedExperts], structures: Sequence[LayerStructure]) -> None:
     """Give layers that were just built the experts of a saved structure, before the model is placed.
 
-    Their weights are those of no run: a checkpoint or a snapshot is to fill them."""
+    Their weights are not initialised: a checkpoint or a snapshot fills them."""
     for layer, structure in zip(layers, structures, strict=True):
         num_experts = len(structure.experts)
         layer.load_E = layer.load_E.new_zeros(num_experts)

@@ -1,9 +1,9 @@
 """Bounds of the rows that hosts send to each other, so that no host waits for their counts.
 
-By counts, a host waits for its device in every layer, to learn how many rows it sends and receives.
-By a bound, it sends as many rows to each host in every step: its own, and padding without experts.
-The counts travel with the rows, in a header, and the device checks them. The host reads them once a
-step. A step with more rows than a bound lost some: it is repeated with counts. See ``types`` for the
+With counts, a host waits for its device in every layer, to learn how many rows it sends and receives.
+With a bound, it sends the same number of rows to each host in every step: its rows, and padding without
+experts. The counts travel with the rows, in a header, and the device checks them. The host reads them once
+a step. A step with more rows than a bound loses some: it is repeated with counts. See ``types`` for the
 letters of shapes."""
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ class Destinations:
         index_S = self.order.index_R
         host_S = self.order.key_R.long()
         ends_N = self.order.ends_L
-        # Absent rows are those of a host after the last.
+        # P are the places of the message. Rows of absent choices have the key of a host after the last; they,
+        # and rows beyond the bound, go to a place after the last, which is cut off.
         begin_S = F.pad(ends_N, (1, 0)).index_select(0, host_S)
         number_S = torch.arange(len(host_S), device=host_S.device) - begin_S
         is_sent_S = (host_S < num_hosts) & (number_S < bound.rows)

@@ -1,8 +1,8 @@
 """The host of each token of a copied expert.
 
-The tokens of a rank are numbered; a hash of its number is the bucket of a token. The table of a rank
-gives the host for each expert and bucket. It follows from the structure of the layer alone, in whole
-numbers, so all hosts agree on it without a message."""
+A rank numbers its tokens; the hash of a token's number is its bucket. The table of a rank gives the host
+for each expert and bucket. It is computed from the structure of the layer alone, in whole numbers, so all
+hosts agree on it without a message."""
 
 from __future__ import annotations
 

@@ -4,7 +4,11 @@ Tokens are sent to the hosts of their experts, and outputs come back. Rows go in
 way: a row holds the features of a token and, on the way to the experts, the ids and weights of the
 experts it is for. Each transfer is split into a function that sends and one that receives, so that
 experts can compute on one chunk while the next is on its way, in the forward and in the backward
-pass. See ``types`` for the letters of shapes."""
+pass. See ``types`` for the letters of shapes.
+
+The two functions are joined by a ticket, a scalar without content. It is an edge of the autograd graph:
+backward, the receiving function runs first and sends the gradients, and the sending function waits for
+them."""
 
 from __future__ import annotations
 
@@ -66,7 +70,7 @@ class Transfer:
         return self.exchange.all_to_all_rows(rows, self.plan.send_counts, self.plan.receive_counts)
 
     def start_reversed(self, rows: Tensor) -> PendingRows:
-        """Send rows to the hosts that the plan receives from."""
+        """Send rows to the hosts that the plan receives from: outputs, or gradients of tokens."""
         return self.exchange.all_to_all_rows(rows, self.plan.receive_counts, self.plan.send_counts)
 
 
@@ -124,7 +128,8 @@ def _section(packed: Tensor, begin: int, columns: int, dtype: torch.dtype) -> Te
 
 
 def _headers(packed: Tensor, num_hosts: int) -> Tensor:
-    """Return a view of the numbers in the last row from or to each host."""
+    """Return a view of the header of each host: the numbers in the last row from or to that host."""
+    # With bounded rows each host has the same number of rows, so that the buffer divides evenly.
     last = packed.view(num_hosts, -1, packed.shape[1])[:, -1]
     return last[:, :HEADER_BYTES].view(torch.int64)
 
@@ -139,8 +144,8 @@ def send(
     """Send tokens to the hosts of their experts. Returns a ticket to pass to ``receive``.
 
     ``anchor`` is any tensor that requires a gradient. Through it the backward pass reaches this
-    exchange on every host, also on one whose rows need no gradient; a host that stayed away would
-    block the others."""
+    exchange on every host, also on one whose rows need no gradient. The exchange is a collective: a host
+    that left it out would block the others."""
     ticket: Tensor = _Send.apply(x_TD, weights_TK, ids_SK, anchor, transfer)
     return ticket
 
@@ -186,6 +191,7 @@ class _Send(torch.autograd.Function):
         packed = _new_packed(len(token_S), layout.size, row_bytes + choice_bytes, x_TD.device)
         features = _section(packed, layout.features, row_format.width, row_format.dtype)
         weights = _section(packed, layout.weights, row_format.top_k, row_format.weight_dtype)
+        # Straight into the message: rows are copied once.
         torch.index_select(x_TD, 0, token_S, out=features)
         torch.index_select(weights_TK, 0, token_S, out=weights)
         _section(packed, layout.ids, row_format.top_k, torch.int32).copy_(ids_SK)
@@ -204,6 +210,7 @@ class _Send(torch.autograd.Function):
         packed = transfer.wait_for_grads()
         grad_SD = _section(packed, 0, row_format.width, row_format.dtype)
         grad_SK = _section(packed, ctx.layout.weights, row_format.top_k, row_format.weight_dtype)
+        # A token that was sent to several hosts sums their gradients, in the order of hosts.
         row_map = transfer.plan.row_map
         return sum_in_order(grad_SD, row_map), sum_in_order(grad_SK, row_map), None, None, None
 
@@ -212,6 +219,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, transfer: Transfer, row_format: _RowFormat) -> Any:
         packed = transfer.wait_for_rows()
+        # A copy: with a view, the transfer would keep the message in memory.
         if transfer.header_N4 is not None:
             transfer.received_header_N4 = _headers(packed, len(transfer.header_N4)).clone()
         layout = Layout.of_format(row_format)
@@ -230,7 +238,7 @@ class _Receive(torch.autograd.Function):
         layout: Layout = ctx.layout
         grad_GD, grad_GK, _ = grads
         used = grad_GD.shape[1] * grad_GD.itemsize + grad_GK.shape[1] * grad_GK.itemsize
-        # Ids have no gradient: a packed row ends where they would begin.
+        # Ids have no gradient: a packed row of gradients ends where the ids would begin.
         packed = _new_packed(len(grad_GD), layout.ids, used, grad_GD.device)
         _section(packed, layout.features, grad_GD.shape[1], grad_GD.dtype).copy_(grad_GD)
         _section(packed, layout.weights, grad_GK.shape[1], grad_GK.dtype).copy_(grad_GK)
@@ -266,5 +274,6 @@ class _ReceiveBack(torch.autograd.Function):
 
 
 def _zero_grad_of(ticket: tuple[torch.dtype, torch.device]) -> Tensor:
+    """Return the gradient of a ticket, which has no content either."""
     dtype, device = ticket
     return torch.zeros((), dtype=dtype, device=device)

@@ -1,10 +1,10 @@
 """The auxiliary loss of ``transformers``, from the counts of a step's whole batch.
 
-Theirs is the product of two means over the tokens of a pass, pooled over the layers: E · Σ f · p, with
-the choices f and the probabilities p of each expert. Computed per micro-batch or per host, it is
-another loss, and its scale depends on their number. With f of the whole batch it is a sum over tokens:
-the shares of all passes and hosts add up to theirs in one process. See ``experts.types`` for the
-letters of shapes."""
+The loss of ``transformers`` is E · Σ f · p, the product of two means over the tokens of a pass, pooled over
+the layers: the choices f and the probabilities p of each expert. Computed per micro-batch or per host, it
+is another loss, and its scale depends on their number. With f of the whole batch it is a sum over tokens:
+the shares of all passes and hosts add up to the loss of one process. See ``experts.types`` for the letters
+of shapes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def pass_counts(
     choices_E = torch.zeros(num_experts, dtype=torch.int64, device=router_logits[0].device)
     rows = torch.zeros((), dtype=torch.int64, device=choices_E.device)
     for logits_TE in router_logits:
-        # Of the softmax, as theirs counts them, also where the router scores by a sigmoid.
+        # ``transformers`` counts the choices of a softmax, even where the router scores by a sigmoid.
         chosen_TK = logits_TE.detach().softmax(-1).topk(top_k, dim=-1).indices
         counted_T = torch.ones_like(chosen_TK[:, 0])
         if attention_mask is not None:

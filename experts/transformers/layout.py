@@ -31,7 +31,7 @@ def parameter_names(experts: Any) -> dict[str, str]:
 
 
 def in_our_layout(experts: Any, tensor: Tensor) -> Tensor:
-    """Return a view of a parameter in our layout, or of ours in the module's: it is the same change."""
+    """Return a view of a parameter in our layout, or of ours in the module's: a transpose does both."""
     return tensor if tensor.ndim < 3 or experts.is_transposed else tensor.transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""What evolution remembers between two points of a run, as part of a checkpoint and a snapshot."""
+"""The memory of evolution between two points of a run, as part of a checkpoint and a snapshot."""
 
 from __future__ import annotations
 

@@ -262,13 +262,13 @@ def parse_manifest(data: bytes, path: Path) -> dict[str, Hashes]:
     if not is_intact:
         raise CheckpointDamaged(f"{path.name}: {MANIFEST} is not as it was written")
     if format_number != FORMAT:
-        # Not damage: an older checkpoint must not be passed over, and the run begin anew.
+        # Not damage: a reader would pass over the checkpoints of the other version, and the run begin anew.
         raise UserError(
             f"{path} has checkpoint format {str(format_number)[:20]}, of another version of this program; "
             f"this version reads format {FORMAT}. Continue with the version that wrote it, or start a new run"
         )
-    # A checkpoint that was copied elsewhere may have any name; under a step's name it must be of
-    # it.
+    # A checkpoint that was copied elsewhere may have any name; under the name of a step it must be of
+    # that step.
     match = _STEP_NAME.fullmatch(path.name)
     if match and int(match[1]) != step:
         raise CheckpointDamaged(f"{path.name}: the manifest is of step {str(step)[:20]}")

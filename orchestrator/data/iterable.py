@@ -48,7 +48,7 @@ class IterableSource(Source):
             data.load_state_dict(self._first_state if state is None else state)
             return IteratorReader(iter(data), data)
         iterator = iter(data)
-        # As torchdata has it: the state may be that of the iterator.
+        # As in torchdata, the iterator may hold the state.
         if state is not None and _is_stateful(iterator):
             iterator.load_state_dict(state)
         return IteratorReader(iterator, iterator if _is_stateful(iterator) else None)

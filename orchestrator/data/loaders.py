@@ -72,7 +72,7 @@ class SampledSource(Source):
 
 
 def read_loader(loader: DataLoader[Any]) -> LoadedSamples | Source:
-    """Return the samples of a loader; ``note`` says what is lost of it.
+    """Return the samples of a loader; their ``note`` names the settings of the loader that are lost.
 
     Raises ``UserError`` for a loader whose data set makes its own batches.
     """
@@ -103,7 +103,7 @@ def _iterable_source(loader: DataLoader[Any]) -> Source:
     source = IterableSource(loader.dataset)
     source.loader_settings = LoaderSettings(loader.batch_size, loader.num_workers)
     source.collate = loader.collate_fn
-    # It divides a data set among loader processes; ours read nothing.
+    # A worker_init_fn divides a data set among loader processes; ours do not read the data set.
     lost = "its worker_init_fn is not called" if loader.worker_init_fn is not None else None
     source.note = "; ".join(filter(None, (source.note, _note(loader, lost)))) or None
     return source

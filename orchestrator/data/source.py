@@ -31,7 +31,7 @@ class SavedPlace:
     state: State | None
     """The reader's state there; None if only reading from the beginning leads there."""
     digest: str
-    """Of the next item: a run that resumes finds out if it is another one."""
+    """The digest of the next item, by which a resumed run recognises it."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Reader(ABC):
 class Source(ABC):
     """Samples in an order of their own that is the same whenever it is read.
 
-    A source may have ``collate``, which makes a batch of a list of samples; ``default_collate`` of torch
-    does otherwise.
+    A source may have ``collate``, which makes a batch of a list of samples; the default is torch's
+    ``default_collate``.
     """
 
     note: str | None = None
-    """What is lost with this source, for the record of the run."""
+    """The limitations of this source, for the record of the run; None without any."""
     num_samples: int | None = None
     """Samples of a pass; None if only reading them all would tell."""
     loader_settings: LoaderSettings | None = None

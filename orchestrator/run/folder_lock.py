@@ -71,7 +71,7 @@ def check_unlocked(folder: Path) -> None:
 
 
 def _refuse_held_here(folder: Path) -> tuple[int, Path]:
-    """Refuse a folder that this process trains into. Return what it is listed as while it does."""
+    """Refuse a folder that this process trains into already. Return its entry of ``_held_here``."""
     held = (os.getpid(), folder.resolve())
     if held in _held_here:
         raise _still_going_on(folder, "in this process")

@@ -1,6 +1,6 @@
-"""What every worker process does before it trains, under either strategy.
+"""The preparation of every worker process before it trains, under either strategy.
 
-It checks that it sees the run folder, redirects its output into the run folder, enters the user's
+The process checks that it sees the run folder, redirects its output into the run folder, enters the user's
 working directory, loads the task and opens the event log."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Assignment:
     callbacks: tuple[str | bytes, ...] = ()
     """Callbacks that look at the model: their names, or the pickled objects of a Python program."""
     secret: str = field(default_factory=token_hex, repr=False)
-    """By it the driver and the workers know each other's values in the rendezvous store."""
+    """The secret by which driver and workers recognise each other's values in the rendezvous store."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ def redirect_output(folder: Path, rank: int, secrets: Secrets) -> None:
             stream.flush()
         os.dup2(file, descriptor)
     os.close(file)
-    # No descriptors of their own: a host redirects its output again whenever it joins a group, and
-    # libraries keep the streams of before.
+    # ``closefd=False``: a host redirects its output again whenever it joins a group, and libraries keep the
+    # earlier streams. Closing one of those must not close the descriptor.
     stdout, stderr = (
         os.fdopen(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)
         for descriptor in (1, 2)
@@ -284,7 +284,7 @@ class RequestReader:
         self._looked_at = 0.0
         self._last = DriverRequests()
         if self._is_reader:
-            # What callbacks asked an earlier group to save is saved, or the step that asked comes again.
+            # Skip saves that callbacks asked of an earlier group: they are done, or their step is repeated.
             self._last = DriverRequests(num_saves=self._read().num_saves)
 
     def __call__(self) -> Requests:

@@ -103,7 +103,7 @@ Start = Callable[[Assignment, int, bool, EventLog, RecoveryLog], Attempt]
 
 @dataclass(frozen=True)
 class Observers:
-    """What follows a run beside its workers: the screen, the user's callbacks, metrics, and the uploads."""
+    """The observers of a run beside its workers: screen, the user's callbacks, metrics, and uploads."""
 
     screen: Screen
     callbacks: CallbackRunner = field(default_factory=lambda: CallbackRunner([]))
@@ -209,7 +209,7 @@ class _RunRecord:
     def _warn_of_missing_steps(self, event: Event) -> None:
         """Warn of steps that a run does not repeat, and whose events were lost with their host.
 
-        Where a link brings the events, a snapshot may arrive before those of its steps."""
+        Where a link brings the events, a snapshot may arrive before the events of its steps."""
         last_step = self._last_step
         if event.get("source") == "memory" and last_step is not None and event["step"] > last_step:
             message = (

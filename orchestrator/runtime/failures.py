@@ -41,7 +41,7 @@ def classify(
     if isinstance(cause, OrchestratorError):
         retried = retry_task_errors and isinstance(cause, TaskFailed)
         return Failure("fault" if retried else "error", str(cause), rank)
-    # After an error of CUDA's own, other than one of memory, the process is of no use any more.
+    # After an error of CUDA's own, other than one of memory, the process is unusable.
     loss = "device" if "CUDA error" in str(cause) else None
     if isinstance(cause, HostsDeadlocked) or is_communication_error(cause):
         # The worker that waited in vain is not the one that failed, so the failure has no rank.

@@ -14,7 +14,7 @@ from orchestrator.types import Choice
 FailureKind = Literal["worker", "memory", "resources", "communication", "fault", "error"]
 
 LossCause = Literal["died", "device", "stuck", "unfit"]
-"""Why a process is of no use: it died, its GPU failed, it is stuck, or it could not join."""
+"""Why a process is unusable: it died, its GPU failed, it is stuck, or it could not join."""
 
 _BY_SEVERITY: tuple[FailureKind, ...] = (
     "error",

@@ -16,7 +16,7 @@ from orchestrator.types import first_line
 
 _PART_BYTES = 2**24
 _MAX_PARTS = 10_000
-"""Of an object of S3. Files above 156 GiB need larger parts."""
+"""Limit of an object of S3. Files above 156 GiB need larger parts."""
 _PART_UNIT_BYTES = 2**20
 _NUM_PARTS_AT_ONCE = 4
 _CONNECT_SECONDS = 10

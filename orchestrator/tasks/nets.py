@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         x, routings = run_blocks(self.blocks, self.embedding(tokens) + self.position(positions))
         hidden = self.norm(x)
         output = self.embedding.weight
-        # Over few classes each batch, a short one too, counts the accuracy in training: from all logits.
+        # Over few classes every batch, a short one too, counts the accuracy in training, from all logits.
         has_accuracy = len(output) <= _MAX_ACCURACY_CLASSES
         # In fp16 gradients are scaled before they are rounded, and chunks would round them first.
         in_chunks = not has_accuracy and computing_dtype(hidden) != torch.float16

@@ -44,7 +44,7 @@ class _Watched:
         return hash(_plain(self))
 
     def __reduce__(self) -> Any:
-        # A copy in another process has nobody to tell.
+        # A copy in another process is plain: this process would not see its reads.
         plain = _plain(self)
         return type(plain), tuple(vars(plain).values())
 

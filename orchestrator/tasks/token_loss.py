@@ -38,7 +38,8 @@ NO_LABEL = -100
 _ROW_MULTIPLE = 128  # of the tokens of a chunk, for full tiles of its products
 _ALIGNMENT = 16  # bytes
 _COLUMN_MULTIPLE = 64
-"""Of the vocabulary with rows of zeros: so many numbers of two bytes fill a cache line."""
+"""The vocabulary is filled up with rows of zeros to a multiple of this: 64 numbers of two bytes fill a cache
+line."""
 
 
 _GRADIENT_FLOP: ContextVar[int] = ContextVar("gradient_flop", default=0)

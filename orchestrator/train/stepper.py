@@ -223,8 +223,9 @@ class Stepper:
         totals: Totals | None = None
         for number, micro_batch in enumerate(batch.micro_batches, 1):
             is_last = number == len(batch.micro_batches)
-            # A worker whose samples were all left out takes part where all others do. It also has totals: of
-            # a step without a good sample on any worker, the zeros have their names.
+            # A worker whose samples were all bad computes dummy samples where all others compute theirs. Its
+            # totals are zeros under the names of the metrics: a step without a good sample on any worker
+            # needs these names too.
             left_out = batch.all_have_samples or (is_last and totals is None and batch.faults)
             if micro_batch.num_samples or self.strategy.lockstep or left_out:
                 totals = self._run_micro_batch(micro_batch, totals, is_last, noise_seed, nominal_count)
@@ -267,7 +268,7 @@ class Stepper:
                     loss.sum.backward(self._gradient_seed(loss.sum, factor))
                     self.clock.mark("backward")
                 more = Totals.from_loss(loss, weight, each.size, copy=self.compiled is not None)
-                # Zeros, so that a step without a single good sample has totals too.
+                # Zeros, so that a step without a good sample has totals too.
                 more = more.zeroed() if dummy else more
                 totals = more if totals is None else totals.plus(more)
         return totals
@@ -280,8 +281,8 @@ class Stepper:
         if len(loss.loads) != self._num_moe_layers:
             raise UserError(
                 f"the task's loss counts the loads of {len(loss.loads)} MoE layers, and the model has "
-                f"{self._num_moe_layers}: balancing would be blind. Return Loss(sum, count, metrics, loads) "
-                "with routing.counts_E of each layer, in the order of the model"
+                f"{self._num_moe_layers}: their experts could not be balanced. Return Loss(sum, count, "
+                "metrics, loads) with routing.counts_E of each layer, in the order of the model"
             )
         return loss, weight
 
@@ -306,7 +307,7 @@ class Stepper:
         self.optimizer.inner.zero_grad(set_to_none=True)
         free_cached(self.world.device)
         if self.graphs is not None and not self.graphs.is_empty:
-            # Their memory may be what is missing.
+            # The graphs may hold the memory that the step lacks.
             self.graphs.stop(f"step {step + 1} failed beside the graphs ({problem}); it is repeated without")
             return
         if problem == "uncompile":

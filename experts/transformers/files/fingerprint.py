@@ -1,4 +1,4 @@
-"""The fingerprint of a model's safetensors files, by which a run knows them again.
+"""The fingerprint of a model's safetensors files, by which a later start of a run recognises them.
 
 It covers the names and shapes of all tensors, and the first rows of some: files of many gigabytes are not
 read as a whole."""

@@ -178,7 +178,7 @@ def check_complete(model: nn.Module, grouping: Grouping, places: Places) -> None
 
 
 def _memory(place: Any) -> object:
-    """Return what tells tied tensors from others."""
+    """Return a key that is the same for tied tensors, and different for others."""
     if isinstance(place, ExpertsPlace):
         return place.name
     return (place.tensor.device, place.tensor.data_ptr()) if place.tensor.numel() else place.name

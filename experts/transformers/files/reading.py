@@ -111,7 +111,7 @@ def _pieces(model: Any, grouping: Grouping, places: Places, shards: Shards) -> I
         if isinstance(place, ExpertsPlace):
             yield from _expert_pieces(model, group, places, shards)
         elif place.tensor.data_ptr() not in filled:
-            # Of tied tensors one is read: the others are the same memory.
+            # Tied tensors share memory: only the first is read.
             filled.add(place.tensor.data_ptr())
             if group.converter is None:
                 yield from _row_pieces(place, group.all_keys[0], shards)

@@ -187,7 +187,7 @@ class _Writer:
             return
         tensors = {name: self._read(name, names) for name, names in unit.inputs.items()}
         written = self._original.revert(tensors)
-        # The conversion of one expert by itself names it expert 0: the order tells, not the names.
+        # The conversion names a single expert 0: match outputs by their order, not by their names.
         for output, tensor in zip(unit.outputs, written.values(), strict=True):
             self._put(output, tensor, output.row or 0)
 

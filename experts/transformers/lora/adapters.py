@@ -78,8 +78,8 @@ def add_lora(model: Model, options: LoraOptions) -> Model:
 def _adapt_linears(model: nn.Module, names: Sequence[str], options: LoraOptions) -> None:
     """Replace linear layers by those of PEFT with adapters.
 
-    PEFT gets them in a module without a configuration: in that of some families it takes ``down_proj``, say,
-    of a dense block for the routed experts of older ``transformers``."""
+    PEFT gets them in a module without a configuration. With the configuration of some families, it would
+    take ``down_proj`` of a dense block for the routed experts of older ``transformers``."""
     holder = nn.Module()
     for index, name in enumerate(names):
         holder.add_module(f"linear{index}", model.get_submodule(name))
@@ -97,7 +97,7 @@ def _adapt_linears(model: nn.Module, names: Sequence[str], options: LoraOptions)
 def _allocate_adapters(model: nn.Module) -> None:
     """Give the adapters of linear layers memory, in fp32 beside weights of a shorter type.
 
-    Steps of an optimizer are often too small for the digits of a shorter one."""
+    Updates of an optimizer are often smaller than the last digit of a shorter type."""
     for _, _, layer in _adapted_layers(model):
         frozen = layer.base_layer.weight
         dtype = torch.promote_types(frozen.dtype, torch.float32)

@@ -18,7 +18,7 @@ class MergedWeights:
     """A model's weights and the adapters of a checkpoint, as one source of tensors.
 
     ``base`` has the weights under the names of a checkpoint without adapters. ``scale`` multiplies the
-    products of adapters. Buffers that the checkpoint holds are those of the training."""
+    products of adapters. Buffers come from the checkpoint where it holds them."""
 
     def __init__(self, base: TensorSource, checkpoint: TensorSource, scale: float) -> None:
         self._base = base

@@ -42,7 +42,7 @@ def adapter_config(model: nn.Module, options: LoraOptions, base: str | None = No
     targets = find_targets(model, options.targets)
     modules, weights = peft_names(model, targets.linears)
     parameters = weights + expert_parameters(model, targets.matrices)
-    # PEFT refuses dropout beside adapters on parameters, and who loads these ones computes without it.
+    # No dropout: PEFT refuses it beside adapters on parameters, and the saved adapters are used without it.
     config = peft_config(options, modules, parameters or None)
     config.base_model_name_or_path = base
     config.inference_mode = True

@@ -33,7 +33,7 @@ class Targets:
 def find_targets(model: nn.Module, targets: Sequence[str]) -> Targets:
     """Return what the words and names of ``targets`` stand for in this model.
 
-    None of them: the experts and all linear layers but routers and the output. Raises ValueError for a
+    Without targets: the experts and all linear layers but routers and the output. Raises ValueError for a
     name that the model does not have."""
     experts = [module for module in model.modules() if is_experts_module(module)]
     names = linear_names(model)
@@ -86,8 +86,8 @@ def name_in_block(name: str) -> str:
 
 
 def peft_names(model: nn.Module, linears: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the names of linear layers for PEFT: of modules, and of the weights of layers whose module's
-    name it would take for routed experts."""
+    """Return the names of linear layers for PEFT: of their weights where PEFT would take the name of the
+    module for routed experts, else of their modules."""
     names = short_names(linears, model)
     as_experts = {leaf for leaf in {_leaf(name) for name in names} if _read_as_experts(model, leaf)}
     modules = [name for name in names if _leaf(name) not in as_experts]
@@ -97,14 +97,14 @@ def peft_names(model: nn.Module, linears: Sequence[str]) -> tuple[list[str], lis
 def _read_as_experts(model: Any, leaf: str) -> bool:
     """Whether PEFT takes the last part of a linear layer's name for experts of older ``transformers``.
 
-    So it does with ``gate_proj``, ``up_proj`` and ``down_proj`` of some families."""
+    It does so with ``gate_proj``, ``up_proj`` and ``down_proj`` of some families."""
     peft: Any = import_peft()
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     config = peft.LoraConfig(target_modules=[leaf])
     try:
         convert_peft_config_for_transformers(config, model, None)
-    except ValueError:  # it has found one of two names that stand for one stack
+    except ValueError:  # PEFT takes the name for half of a fused stack, and misses the other half
         return True
     return leaf not in config.target_modules
 
@@ -123,7 +123,7 @@ def _matrices(experts: Sequence[Any], target: str) -> tuple[str, ...]:
         return ()
     if target == EXPERTS:
         return MATRICES
-    # Their names are those of linear layers too: only with the module's name are they the experts'.
+    # Linear layers have the same names: without the name of the experts' module, the target means those.
     module, _, parameter = target.rpartition(".")
     if _leaf(module) != EXPERTS:
         return ()

@@ -97,7 +97,7 @@ class ChatRenderer:
         prompt = self._beginning(chat, number, add_generation_prompt=True)
         if prompt is not None and text.startswith(prompt):
             return len(prompt)
-        # The prompt opens a reasoning in another form than the answer has it: they share the header alone.
+        # The prompt opens the reasoning in another form than the answer: they share only the turn's header.
         turns = self._beginning(chat, number)
         if prompt is not None and turns is not None and text.startswith(turns):
             ends = (match.end() for match in self._end_of_header.finditer(prompt, len(turns)))
@@ -122,7 +122,7 @@ class ChatRenderer:
         return len(text) - len(after) if text.endswith(after) else None
 
     def _around_answer(self, chat: Chat, number: int) -> tuple[str, str]:
-        """Return the text before and after the content of a message; marks, which no text has, if unknown."""
+        """Return the text before and after the content of a message; if unknown, marks that no text has."""
         message = chat.messages[number]
         marked: list[Message] = list(chat.messages)
         marked[number] = {**message, "content": _MARK}

@@ -154,7 +154,7 @@ class Encoder:
         return len(before)
 
     def _trainable(self, documents: list[TokenDocument], num_rows: int) -> list[TokenDocument]:
-        # The first token is the label of none.
+        # The first token is the label of no position.
         kept = [document for document in documents if document.trained_T[1:].any()]
         self._counts.nothing_to_train += num_rows - len(kept)
         return kept

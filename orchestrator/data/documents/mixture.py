@@ -35,7 +35,7 @@ class MixedDocuments:
         """Return the indices of an epoch's samples, in no particular order.
 
         An epoch goes on in each data set where the epoch before has stopped, and begins it again, in another
-        order, when it is used up. So all of its samples are used equally often, to one."""
+        order, when it is used up. So the samples of a data set are used equally often, or once more."""
         chosen = []
         for number, (part, count) in enumerate(zip(self._parts, self.counts, strict=True)):
             begin = int(self._ends_P[number]) - len(part)

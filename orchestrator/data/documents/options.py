@@ -20,7 +20,7 @@ class DocumentOptions:
     skip_bad: bool = False
     """Leave out rows that cannot be used, and count them; otherwise the first one is an error."""
     seed: int = 0
-    """Of the order of documents before packing."""
+    """Seed of the order of documents before packing."""
     vocabulary: int | None = None
     """Tokens that the model has embeddings for; None skips the check of the data's tokens."""
 

@@ -42,7 +42,7 @@ class DocumentReader:
         self._encoder = Encoder(tokenizer, options, self.counts, self._bad_rows)
         self._parser = RowParser(options.text_column)
         self._kind: str | None = None
-        """Of the documents. Prompts and completions that are messages become chats."""
+        """The kind of the documents. Prompts and completions that are messages become chats."""
 
     def write(self, files: Sequence[RowFile], folder: Path) -> None:
         """Write the documents of files into the files of a store. Raises ``UserError`` if there are none."""

@@ -52,7 +52,7 @@ class RowFile(ABC):
     """A file of rows, or a data set that has rows."""
 
     size: float
-    """Of what is to be read, for progress."""
+    """The amount to be read, for progress."""
 
     @abstractmethod
     def version(self) -> Sequence[str]:

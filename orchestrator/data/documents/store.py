@@ -108,7 +108,7 @@ class TokenStore:
         self.counts = ReadingCounts(**counts | {"first_bad": tuple(counts["first_bad"])})
         self.largest_token: int = facts["largest_token"]
         self.kind: str = facts["kind"]
-        """Of the documents: texts, chats or completions."""
+        """The kind of the documents: texts, chats or completions."""
         self.offsets_N = np.memmap(folder / _OFFSETS, dtype=np.int64, mode="r")
         self.trained_N = np.memmap(folder / _TRAINED, dtype=np.uint32, mode="r")
         self._tokens = np.memmap(folder / _TOKENS, dtype=np.uint32, mode="r")

@@ -71,7 +71,7 @@ def _create_token(path: Path) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """Take the permissions of others from a token that Ray made earlier."""
+    """Remove the permissions of other users from a token that Ray made earlier."""
     with suppress(OSError):
         status = path.stat()
         if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) & 0o077:

@@ -65,7 +65,7 @@ class WorkerGroup:
 
     def __init__(self, work: Work, assignment: Assignment, workers: int, gpu: bool) -> None:
         self.value: Any = None
-        """What the function returned on rank 0."""
+        """The value that the function returned on rank 0."""
         self.failure: Failure | None = None
         self.error: BaseException | None = None
         """The error to show to the user, if the group has failed."""
@@ -93,7 +93,8 @@ class WorkerGroup:
                 self._trainer.cancel()
         self._thread.join(_CANCEL_SECONDS)
         if self._thread.is_alive():
-            # It waits for workers to start. Once the cluster is gone, its next call would start another.
+            # The thread waits for workers to start. Once the cluster is gone, its next call to Ray would
+            # start another cluster.
             disable_auto_connect()
 
 

@@ -21,7 +21,7 @@ _NUM_STEPS = 5
 _NUM_KNOWN_STEPS = 3
 """Until so many steps are known, the first step counts for them too."""
 _MAX_BYTES = 1024
-"""Of a heartbeat in the store."""
+"""Limit of a heartbeat in the store."""
 
 
 def heartbeat_key(generation: int, host_id: int) -> str:
@@ -34,9 +34,9 @@ class _LastBeat:
     """The last heartbeat of a host, and when parts of it last changed, by the driver's clock."""
 
     number: int = -1
-    """Of the last heartbeat in this generation; -1 before the first."""
+    """The number of the last heartbeat in this generation; -1 before the first."""
     closing_number: int = -1
-    """The same in the generation before."""
+    """The number of the last heartbeat in the generation before."""
     phase: str = "join"
     step: int = 0
     progress: int = -1
@@ -54,8 +54,8 @@ class _Intervals:
 
     def __init__(self) -> None:
         self._by_step: dict[tuple[int, int], float] = {}
-        """By generation and step. By step and not by heartbeat: a step with many quick parts and a slow
-        one must not forget the slow one."""
+        """By generation and step, not by heartbeat: the many quick parts of a step must not displace its
+        slow one."""
 
     def add(self, generation: int, step: int, seconds: float) -> None:
         key = generation, step
@@ -144,8 +144,8 @@ class Heartbeats:
     def _pass_over(self, host_id: int, beat: _LastBeat, data: bytes, since_last_s: float) -> None:
         """Count a value that the host did not write as no heartbeat.
 
-        Each new one has replaced a heartbeat that would have been read: that time is no silence. One
-        that stays shows that the host has not written since."""
+        A new foreign value has replaced a heartbeat that would have been read, so the time since the last one
+        is no silence. A foreign value that stays shows that the host has not written since."""
         if data == beat.foreign:
             return
         beat.foreign = data

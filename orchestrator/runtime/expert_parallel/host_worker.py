@@ -82,7 +82,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class SegmentResult:
-    """What a host reports at the end of a segment."""
+    """The report of a host at the end of a segment."""
 
     status: str | None
     """How the run ended; None if it goes on."""

@@ -218,7 +218,7 @@ class ExpertParallelRun:
             case Running() if (end := self._end_result()) is not None:
                 self._handle_end(end)
             case _ if calls.has_failed:
-                # The last heartbeats of lost hosts may still be read later: keep the times of now.
+                # Later reads may still find heartbeats of lost hosts: keep the present times.
                 self._detected_at = time.time()
                 self._last_seen = self._group.heartbeats.last_seen()
                 self._handle(FailureSeen())

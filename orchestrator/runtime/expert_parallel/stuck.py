@@ -45,7 +45,7 @@ Building, the first step, data, evaluations, checkpoints and snapshots depend on
 code of the user: their time is not known beforehand. A frozen host is found by its silence."""
 _MEASURED_FACTOR = 3
 _SILENCE_FACTOR = 0.95
-"""Of the time limit of a step: a frozen host must be found before its waiting peers exceed theirs."""
+"""Share of the time limit of a step: a frozen host must be found before its waiting peers exceed theirs."""
 _OTHER_SILENCE_FACTOR = 3
 """Outside of steps, imports, first calls of libraries and the user's data may hold the interpreter lock."""
 _JOIN_SILENCE_FACTOR = 6

@@ -27,7 +27,7 @@ def find_unfit(calls: GroupCalls, proven: Collection[int]) -> list[UnfitHost]:
 
     ``proven`` hosts have trained in an earlier group. If no member is left that did not fail by itself,
     the cause is common to all, and none is unfit."""
-    # A proven host that is lost has no cause in common: it was killed, or waited for others in vain.
+    # A proven host that is lost was killed, or waited for others in vain: that is no common cause.
     judged = [host_id for host_id in calls.members if host_id not in proven or host_id not in calls.lost]
     found = [_judge(calls, host_id) for host_id in judged]
     failed = [host for host in found if host is not None]

@@ -107,7 +107,7 @@ class OptunaSource:
             key = point_key(self._decode(trial.params))
             if key in self._untried:
                 return self._start(trial)
-            # The known score again makes the sampler surer of this point, and turns it to others.
+            # Repeat the known score: the sampler becomes surer of this point, and suggests others.
             self._finish(trial, self._values.get(key))
         return self._start(self._enqueued(self._random.choice(list(self._untried.values()))))
 

@@ -45,10 +45,9 @@ class FixedPoints:
 
 
 class NotPickled:
-    """Base of objects that Tune pickles in vain: a sweep continues from its own ledger, never from
-    Tune's files.
+    """Base of objects that Tune pickles and nobody reads: a sweep continues from its own ledger.
 
-    Their locks and open files could not be pickled. An empty text takes their place.
+    An empty text takes the place of the objects, whose locks and open files cannot be pickled.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -55,7 +55,7 @@ class TrialSetup:
     secrets: Secrets = field(default=(), repr=False)
     """Secrets of the driver's environment that the settings hold."""
     store_secret: str = field(default_factory=token_hex, repr=False)
-    """By it the workers of a trial know each other's values in the rendezvous store."""
+    """The secret by which the workers of a trial recognise each other's values in the rendezvous store."""
 
     @property
     def hidden(self) -> Secrets:

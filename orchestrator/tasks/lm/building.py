@@ -100,6 +100,6 @@ def add_adapters(model: nn.Module, options: LoraOptions) -> None:
 def leave_to_files(model: nn.Module, folder: Path | None) -> None:
     """Let checkpoints leave out the frozen weights, which are read from a folder at each start.
 
-    A model that only is planned is without one: its files need not be here."""
+    A model that is only planned has no ``folder``: its files need not be on this machine."""
     adapted: Any = model
     adapted.frozen_base = "not read" if folder is None else fingerprint(folder)

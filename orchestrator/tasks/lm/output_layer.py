@@ -31,11 +31,11 @@ _SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multip
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 _ATTRIBUTE = "_output_loss"
 _PROBE_EXPONENT = 4.0
-"""Of ten. No soft cap of a model leaves so large a number as it is."""
+"""The power of ten of the largest probe. Every soft cap of a model changes so large a number."""
 _PROBE_TOLERANCE = 4
-"""Of the relative precision: families round their logits after each operation."""
+"""In multiples of the relative precision: families round their logits after each operation."""
 _PRODUCT_TOLERANCE = 4
-"""Of the root of the precision: two products of one matrix may be summed in other orders."""
+"""In multiples of the root of the precision: two products of one matrix may be summed in other orders."""
 
 
 def call_with_labels(

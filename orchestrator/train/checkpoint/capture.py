@@ -162,7 +162,8 @@ def capture(
         values = _expert_values(optimizer, stacked, copied) if is_expert_parallel(state.model) else {}
         return Captured(HostPart(tensors, experts, values), share.shared_digest)
     plain = plain_state(state, optimizer, progress)
-    # Metrics alone have names that a user's code chose. Other names must stay, to be read again.
+    # Mask secrets in the names of metrics alone, which come from the user's code: the state is restored by
+    # all other names.
     plain["progress"]["validation"] = mask_tree(progress.validation, secret_values())
     return Captured(HostPart(tensors, experts, state=plain), share.shared_digest)
 

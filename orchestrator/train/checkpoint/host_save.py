@@ -2,7 +2,7 @@
 
 The hosts report through the store of their group. A report says that the host's files are on disk,
 with their hashes, or why they are not. The main host publishes a checkpoint when it has a good
-report of every host: one that is lost before never becomes part of a checkpoint."""
+report of every host: the files of a host that is lost before its report are in no checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CloseDeadline:
         self._since_s = monotonic()
 
     def is_over(self, written_s: float) -> bool:
-        """Return whether the others have had their time since this host's own files were written."""
+        """Return whether the other hosts have had enough time since this host's own files were written."""
         return self._since_s is not None and monotonic() - max(self._since_s, written_s) > _CLOSING_SECONDS
 
 

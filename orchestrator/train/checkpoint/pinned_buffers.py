@@ -30,7 +30,7 @@ class PinnedBuffers:
         self._device = device
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * num_buffers
         self._unpins: dict[int, weakref.finalize] = {}
-        """By the address of each pinned buffer. They also run if this object is collected unclosed."""
+        """Finalizers by the address of their buffer. They also run if this object is collected unclosed."""
         self._allocation: threading.Thread | None = None
         self._allocation_error: Exception | None = None
         self._prepared_bytes = 0
@@ -110,12 +110,12 @@ class PinnedBuffers:
             buffer.zero_()  # faults in the pages
             torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
         except (OSError, RuntimeError) as error:
-            # Plain memory is no way out: CUDA reports the error again at the next kernel.
+            # Do not fall back to plain memory: CUDA reports the error again at the next kernel.
             raise ResourceError(
                 f"cannot pin {bytes_text(num_bytes)} of host memory for a copy of the training state: "
                 f"{error}; free host memory, or run fewer processes on this machine"
             ) from error
-        # It holds the buffer: pages that are unmapped while pinned cannot be pinned again.
+        # The finalizer holds the buffer: pages that are unmapped while pinned cannot be pinned again.
         unpin = weakref.finalize(self, _unregister, buffer)
         unpin.atexit = False  # CUDA may have ended before  # pyrefly: ignore[missing-attribute]
         self._unpins[buffer.data_ptr()] = unpin

@@ -54,7 +54,7 @@ class SnapshotsUnusable(RuntimeError):
 def using_snapshots() -> Iterator[None]:
     """Raise ``SnapshotsUnusable`` for an error of the block that only the snapshots can have caused.
 
-    A lost peer, memory that is full and another placement say nothing against them."""
+    A lost peer, full memory or another placement is no fault of the snapshots."""
     try:
         yield
     except (ExpertsMissing, OtherExperts, OutOfMemory, MemoryError, torch.OutOfMemoryError):

@@ -90,7 +90,7 @@ class Snapshots:
         if progress.step == self._last_step:
             return
         self._last_step = progress.step
-        # The first snapshot alone waits for memory: that is no part of what a snapshot costs.
+        # Only the first snapshot waits for memory: exclude that wait from the measured cost.
         self._target.buffers.wait_for_allocation()
         began_s = time.perf_counter()
         # Before the state is collected: the older of the two buffers may still be on its way to the

@@ -14,7 +14,7 @@ from orchestrator.train.data.loading import MAX_TRIED
 def with_random_access(data: Any, count: int) -> Any:
     """Return data with ``__len__`` and ``__getitem__`` or ``gather``: of a source, its first samples.
 
-    The next good sample is in the place of a bad one."""
+    A bad sample is replaced by the next good one."""
     if isinstance(data, Gatherable):
         return data
     return _FirstSamples(data, count) if isinstance(data, Source) else _GoodSamples(data)

@@ -39,7 +39,7 @@ class LoaderOptions:
     skip_bad: bool = False
     """Whether samples that cannot be loaded are left out."""
     purpose: str | None = None
-    """What the samples are read for, in messages. None: the training, or an evaluation without a seed."""
+    """The purpose of the samples, for messages. None: the training, or an evaluation without a seed."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class LoadedBatch(NamedTuple):
     """None if no sample is left."""
     num_samples: int
     faults: Sequence[str]
-    """Of each sample that could not be loaded: its name and the error."""
+    """The name and the error of each sample that could not be loaded."""
 
 
 class BatchLoader:
     """A data loader that lives for all epochs, with its processes; each epoch sets its own requests.
 
-    ``purpose`` says in error messages what the samples are read for."""
+    ``purpose`` names the purpose of the samples in error messages."""
 
     def __init__(self, data: Any, options: LoaderOptions, device: torch.device, purpose: str) -> None:
         workers = options.loader_workers
@@ -79,7 +79,7 @@ class BatchLoader:
             persistent_workers=workers > 0,
             prefetch_factor=options.prefetch if workers else None,
             worker_init_fn=getattr(data, "worker_init", None),
-            # Its own: each pass draws a number, and a resumed run has one pass more.
+            # A separate generator: each pass draws a number from it, and a resumed run makes one more pass.
             generator=torch.Generator(),
         )
 

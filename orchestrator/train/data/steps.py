@@ -46,7 +46,7 @@ class StepBatch:
     next_samples: int | None = None
     """Samples of the next global batch, 0 at the end of the data. None if workers cannot disagree on it."""
     faults: Sequence[str] = ()
-    """Of each sample of this worker that could not be loaded and was left out: its name and the error."""
+    """The name and the error of each sample of this worker that could not be loaded and was left out."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Feed(ABC):
 
     @property
     def note(self) -> str | None:
-        """What is lost with this data, for the record of the run."""
+        """The limitations of this data, for the record of the run; None without any."""
         return None
 
     @property
@@ -145,7 +145,7 @@ class Feed(ABC):
     def _without_bad_samples(
         self, shares: list[Share], loaded: Sequence[LoadedBatch]
     ) -> tuple[list[Share], list[Callable[[], Any]], list[str]]:
-        """Return the shares and batches of a step without the samples that could not be loaded, and these.
+        """Return the shares and batches of a step without its bad samples, and the faults of these.
 
         The positions of all samples stay, so that a run resumes at the same one. A worker without a good
         sample computes other ones as dummy samples."""
@@ -169,7 +169,7 @@ class Feed(ABC):
     def _good_samples(self, fault: str) -> LoadedBatch:
         """Return samples that can be loaded: those of the last batch or, before there is one, the first.
 
-        ``fault`` is that of a sample that cannot."""
+        ``fault`` is the fault of a bad sample, for the error if there are no good ones."""
         if self._last_good is None:
             first = self._first_good()
             if not first.num_samples:
@@ -208,7 +208,7 @@ class Feed(ABC):
 
 
 def different_ends(rank: int, found: str) -> UserError:
-    """Return the error of a worker that finds another length of the data than others."""
+    """Return the error of a worker whose data has another length than that of the others."""
     return UserError(
         f"the data has different lengths on the workers: {found} on worker {rank}, unlike on others; "
         "every worker must read all of it, so do not divide it by rank"

@@ -24,8 +24,8 @@ _RECOMPUTATION = {"ban_recompute_used_far_apart": False, "ban_recompute_material
 """Settings by which compiled code recomputes more sums and norms in the backward pass instead of keeping
 them: 1.3 of 43.2 GiB of a model with 2.5 billion parameters on an H200, for 0.3% of its time."""
 _TORCH_SETTINGS: dict[str, bool] = {}
-"""Torch's own values, while ours are used. One for all compiled models: one that was never closed, as where
-the state of a run could not be restored, must not pass ours on as torch's."""
+"""Torch's own values, while ours are used. All compiled models share them: if one was never closed, because
+the state of its run could not be restored, the next must not save our values as torch's."""
 _RECOMPILES = logging.getLogger("torch._dynamo.guards.__recompiles")
 _PARTS: dict[str, type[nn.Module]] = {"experts": ExpertBank, "gate": Gate}
 _WARN_AFTER = 8  # recompilations before the run warns that its shapes keep changing

@@ -71,8 +71,8 @@ class HostBalancer:
     def next_interval(self, layers: Sequence[LayerStructure], state: EvolutionState, changed: bool) -> int:
         """Return the steps until the next decision: the longer nothing has changed, the more.
 
-        A layer that is uneven since a few windows is looked at again soon: its loads may have shifted.
-        One that has been uneven for long cannot be helped."""
+        A layer that has been uneven for a few windows is looked at again soon: its loads may have shifted.
+        A layer that has been uneven for long cannot be improved."""
         histories = self._histories(layers, state)
         number_uneven = [
             self._num_uneven(*entry) for entry in zip(layers, histories, self.costs, strict=True)
@@ -95,7 +95,7 @@ class HostBalancer:
         history = self._histories(layers, state)[change.layer]
         costs = self.costs[change.layer]
         assert change.size is not None
-        # It will take half of its parent's tokens, or an even share of all.
+        # The newborn expert will take half of its parent's tokens, or an even share of all.
         tokens = sum(history.mean) / max(1, len(history.ids)) if history.windows else 1.0
         newborn = costs.expert(change.size, tokens)
         host = cheapest_host(layers, change.layer, newborn, history, self.costs, self.cluster)

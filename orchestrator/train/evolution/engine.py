@@ -49,7 +49,7 @@ class Evolution:
         self._execution = Execution(plan, stepper, log, evaluation, state)
         self._execution.on_change(self._find_warmups)
         self._next_warmed_step: int | None = None
-        """The step at which the next twin ends its time as one."""
+        """The step at which the next twin becomes an expert of its own."""
         self._last_ramp_step = 0
         """The step at which all experts have their whole share."""
         self._idle_until = 0
@@ -82,7 +82,7 @@ class Evolution:
         """Change experts if that is due. The figures of the steps so far are in ``progress``."""
         if progress.step < self._idle_until:
             return
-        # First: what is measured and saved now is what the next step trains.
+        # Before measuring and saving: both must see the priors of the next step.
         self._set_priors(progress.step)
         due = self._due(progress)
         if due:

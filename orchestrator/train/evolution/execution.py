@@ -29,7 +29,7 @@ _JUDGED = ("born", "merged", "pruned")
 
 @dataclass(frozen=True)
 class _Effect:
-    """What a change did to the losses and to the layer's output; None where that was not measured."""
+    """The effect of a change on the losses and on the layer's output; None where it was not measured."""
 
     seconds: float
     loss_before: float | None = None
@@ -108,7 +108,7 @@ class Execution:
         return backup
 
     def _take_over(self) -> None:
-        """Tell everyone who knows the experts' parameters, or their number."""
+        """Notify every part that holds the experts' parameters or their number."""
         self._stepper.experts_changed()
         for listener in self._listeners:
             listener()

@@ -1,4 +1,4 @@
-"""When experts may change during a run, and by whose decision; the one by rules."""
+"""When experts may change during a run, and the policies that decide it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Balancer(Protocol):
 
 @dataclass(frozen=True)
 class EvolutionPlan:
-    """When experts may change, and by whose decision."""
+    """When experts may change, and the policies that decide it."""
 
     seed: int
     steps_left: Callable[[Progress], int | None]

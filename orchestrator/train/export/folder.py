@@ -82,7 +82,7 @@ def push(folder: Path, repo: str, content: str) -> str:
     api = HfApi()
     try:
         created = api.create_repo(repo, private=True, exist_ok=True)
-        # Of the answer, not of the option: an id without organisation gets that of the token.
+        # Take the id from the answer: the hub adds the token's user to an id without organisation.
         api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message=f"Upload {content}")
     except (OSError, ValueError) as error:  # errors of the hub are OSErrors
         raise UserError(

@@ -103,7 +103,7 @@ class ModelWriter:
 
 
 def _check_no_adapters(checkpoint: Path, weights: CheckpointWeights) -> None:
-    """Refuse a checkpoint of adapters, of which only its run's settings know the weight."""
+    """Refuse a checkpoint of adapters: only the settings of its run have their scale."""
     adapters = [name for name in weights.stored if "lora_" in name]
     if adapters:
         raise UserError(

@@ -21,7 +21,7 @@ class SentHeartbeat(NamedTuple):
     """One heartbeat of a host, as the driver reads it."""
 
     number: int
-    """Of the host's heartbeats in this generation, from 0."""
+    """Counts the host's heartbeats in this generation, from 0."""
     phase: Phase
     step: int
     progress: int
@@ -29,7 +29,7 @@ class SentHeartbeat(NamedTuple):
 
 
 def parse_heartbeat(text: str) -> SentHeartbeat | None:
-    """Return the heartbeat that ``send_heartbeats`` wrote; None if the text is none."""
+    """Return the heartbeat that ``send_heartbeats`` wrote; None if the text is no heartbeat."""
     number, _, fields = text.partition(" ")
     try:
         phase, step, progress, waiting = json.loads(fields)

@@ -18,7 +18,7 @@ _STEPS_BEHIND = 2  # how far the host may run ahead of the device before it read
 
 @dataclass(frozen=True)
 class Requests:
-    """What the user, or a callback, asks a run to do."""
+    """The requests of the user, or of a callback, to a run."""
 
     interrupt: bool = False
     """Stop at once, with a checkpoint."""

@@ -1,8 +1,8 @@
-"""Key-value stores at which the workers of a process group rendezvous and leave each other values.
+"""Key-value stores at which the workers of a process group rendezvous and exchange values.
 
 torch's store asks no one for a password. So it listens at one address alone, its keys begin with a prefix
 that is drawn for the run, and each value carries a message authentication code (MAC): a value that no
-process of the run wrote counts as missing. The prefix alone would not do: clients can list all keys."""
+process of the run wrote counts as missing. The prefix alone would not suffice: clients can list all keys."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def _mac(text: str, key: str, secret: str) -> str:
 
 
 def put_value(store: Store, key: str, value: Any, secret: str = "") -> list[str]:
-    """Store a plain value of any size, in pieces. Return the keys that they have; the first is ``key``.
+    """Store a plain value of any size, in pieces. Return the keys of the pieces; the first is ``key``.
 
-    Where ``key`` is there, all of them are."""
+    ``key`` is written last: where it exists, all pieces do."""
     text = seal(json.dumps(value), key, secret)
     pieces = [text[begin : begin + _PIECE_CHARACTERS] for begin in range(0, len(text), _PIECE_CHARACTERS)]
     keys = _piece_keys(key, len(pieces))
@@ -71,7 +71,7 @@ def put_value(store: Store, key: str, value: Any, secret: str = "") -> list[str]
 def find_value(store: Store, key: str, secret: str = "") -> tuple[Any, list[str]] | None:
     """Return a value of ``put_value`` and the keys of its pieces; None if there is none.
 
-    What no holder of the secret wrote counts as none: the right value may still come."""
+    A value that no holder of the secret wrote counts as missing: the right one may still come."""
     if not store.check([key]):
         return None
     num_pieces, _, first = store.get(key).partition(b" ")

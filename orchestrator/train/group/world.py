@@ -323,7 +323,7 @@ def recoverable_world(
             store,
             group_factory=factory,
             cpu_group=cpu_group,
-            # A value of another generation, written again, is none of this one.
+            # With the generation: a value of another generation that someone writes again is invalid here.
             secret=f"{secret} {factory.name}",
         )
     finally:

@@ -2,7 +2,7 @@
 
 One loop serves every strategy. It knows neither Ray nor Tune; the code around it connects
 through ``LoopHooks``. Forward, backward, reduce and the optimizer's step are in
-``step.Stepper``; the record is in ``step_recorder``."""
+``stepper.Stepper``; the record is in ``step_recorder``."""
 
 from __future__ import annotations
 

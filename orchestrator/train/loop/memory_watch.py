@@ -85,7 +85,7 @@ def known_parts(training: Training) -> dict[str, int]:
     """Return the bytes of a worker's state, buffers and data on its device, by the names of
     ``MEMORY_PARTS``.
 
-    The state is that of a step; of a run without a step, that of now."""
+    The state is as measured after an update; without one, as it is now."""
     stepper = training.stepper
     parts = dict(stepper.state_memory.parts or stepper.memory_parts())
     feeds = [training.feed] if training.evaluation is None else [training.feed, training.evaluation.feed]

@@ -60,8 +60,8 @@ class StepRecorder:
         Every ``log_every`` steps, after the first step, and at the end of the warm-up, write the
         events."""
         self._pending.append(step)
-        # The driver times a restart by the event of its first step, and a user whose steps are
-        # slow sees the first loss: that one must not wait for others.
+        # Write the first event at once: the driver times a restart by it, and a user whose steps are slow
+        # sees the first loss.
         is_early = step.step - self._first_step in (1, _WARM_UP_STEPS)
         if is_early or len(self._pending) >= self._log_every:
             self.flush()
@@ -119,9 +119,9 @@ class StepRecorder:
         return event | self._warm_up_mark(step)
 
     def _warm_up_mark(self, last: PendingStep) -> Event:
-        """Return the field of an event whose steps, up to this one, belong to the warm-up.
+        """Return the field that marks an event whose last step is ``last``, if that is a warm-up step.
 
-        Events are written at its end: none is about steps before and after it."""
+        Events are written at the end of the warm-up, so that none mixes its steps with later ones."""
         return {"warm_up": True} if last.step - self._first_step <= _WARM_UP_STEPS else {}
 
     def _phases_events(self, steps: Sequence[PendingStep]) -> list[Event]:

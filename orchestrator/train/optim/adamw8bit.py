@@ -101,7 +101,7 @@ class Table(NamedTuple):
 
     values: Tensor
     middles: Tensor
-    """Between two neighbours, where rounding goes from one to the other."""
+    """The middles between neighbouring values: a number is rounded to the value on its side."""
     signed: bool
 
     @classmethod

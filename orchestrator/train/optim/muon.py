@@ -33,7 +33,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """``settings`` are ``momentum`` and ``weight_decay`` of the matrices."""
         group = {"params": list(matrices), "lr": lr, **settings}
-        # The dictionaries of AdamW's groups are shared: a change of a group is one of both.
+        # Both optimizers share the dictionaries of AdamW's groups, so a change to a group changes both.
         super().__init__([group, *adamw.param_groups], {"lr": lr})
         self._adamw = adamw
         self._adamw.state = self.state

@@ -34,7 +34,7 @@ def warmup_schedule(schedule: Schedule, warmup: int, total: int | None) -> Calla
         if schedule == "linear":
             return 1 - done
         if schedule == "wsd":
-            # Of the whole run, the warm-up included, as the decay is chosen by the length of a run.
+            # A share of the whole run, warm-up included: one chooses the decay by the length of a run.
             return min(1.0, max(0.0, (total - step) / max(1.0, WSD_DECAY * total)))
         return MIN_LR_FACTOR + (1 - MIN_LR_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
 
@@ -73,7 +73,7 @@ class ScheduledOptimizer:
     def parameters_changed(self) -> None:
         """Take over the parameters that the groups have now."""
         self.parameters = [p for group in self.inner.param_groups for p in group["params"]]
-        # Where a graph may read a rate from the device, it is fp32 there: all steps then take the same.
+        # A graph reads rates from the device in fp32. Where one may be captured, all steps round them alike.
         self._in_fp32 = any(p.is_cuda for p in self.parameters) and not has_fp64(self.parameters)
 
     def reschedule(self, warmup: int, total: int | None) -> None:

@@ -65,8 +65,8 @@ class RemoteCheckpoints:
     def upload(self, path: Path, before_manifest: Callable[[], None]) -> int | None:
         """Upload a checkpoint of the disk, and publish it. Return its bytes; None if it is there already.
 
-        ``before_manifest`` uploads what must be there before the checkpoint is. Files that an upload
-        has begun with and that failed are sent again."""
+        ``before_manifest`` uploads files that must be there before the checkpoint is. Files that a failed
+        upload has sent are sent again."""
         manifest = (path / MANIFEST).read_bytes()
         step = step_of(path.name)
         assert step is not None, path

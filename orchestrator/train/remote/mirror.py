@@ -196,7 +196,7 @@ class Mirror:
                 if isinstance(error, CheckpointDamaged) or self._num_failures + 1 >= TRIES:
                     request.answer(first_line(error, None))
                 raise
-            # It is done: from here on it counts, whatever happens to the older checkpoints.
+            # The checkpoint is published: it counts from here on, whatever happens to the older ones.
             request.answer()
             if request.verb == PUBLISH:
                 self._best_step = self._checkpoints.best_step(request.subject)
@@ -245,7 +245,7 @@ class Mirror:
         self._uploaded.add(identity)
         if num_bytes is None:
             return  # the checkpoint that a resumed run has downloaded
-        # It is published: from here on it counts, whatever happens to the older ones.
+        # The checkpoint is published: it counts from here on, whatever happens to the older ones.
         seconds = monotonic() - began_s
         relative_path = f"{CHECKPOINTS}/{path.name}"
         self._write("upload", step=step, path=relative_path, bytes=num_bytes, seconds=seconds)
@@ -253,7 +253,7 @@ class Mirror:
 
 
 def _identity(step: int, path: Path) -> tuple[int, int, int]:
-    """Return what tells a checkpoint from others of the run. Raises ``FileNotFoundError`` if it is gone."""
+    """Return step, inode and time of a checkpoint's manifest. Raises ``FileNotFoundError`` if it is gone."""
     status = (path / MANIFEST).stat()
     return step, status.st_ino, status.st_mtime_ns
 

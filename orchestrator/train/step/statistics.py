@@ -38,7 +38,7 @@ class StepStatistics:
         self._is_saved = False
 
     def restore(self, finite: Tensor | None = None) -> None:
-        """Put the statistics back, if this attempt has saved them; with ``finite``, where it is false."""
+        """Put the statistics back, if this attempt has saved them; with ``finite``, only if that is false."""
         if self._is_saved:
             for copy, buffer in self._changing:
                 buffer.copy_(copy if finite is None else torch.where(finite, buffer, copy))

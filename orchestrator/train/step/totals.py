@@ -32,8 +32,7 @@ class Totals:
     norm: Tensor | None = None
     finite: Tensor | None = None
     votes: Tensor | None = None
-    """Sums of what the workers gave along, such as the number of those with each kind of request; None in one
-    process."""
+    """Sums of further numbers of the workers, such as votes for each kind of request; None in one process."""
     expert_grad_squares: Tensor | None = None
     """Squared norms of gradients that live on one worker each, of all workers."""
     exchange_stats: Tensor | None = None
@@ -114,7 +113,7 @@ class TotalsReducer:
 
     def __init__(self, world: World, name: str, num_squares: int = 0) -> None:
         """``name`` is used once per generation of the group; ``num_squares`` squared norms are summed
-        along."""
+        too."""
         self.world = world
         self.name = name
         self._num_squares = num_squares

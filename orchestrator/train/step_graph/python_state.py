@@ -31,7 +31,7 @@ _MISSING = object()
 
 
 class PythonState:
-    """The values of a task, its model and its optimizer at one moment, to be compared with those of now."""
+    """The values of a task, its model and its optimizer at one moment, to be compared with later ones."""
 
     def __init__(self, task: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._task = task
@@ -41,7 +41,7 @@ class PythonState:
         self.take()
 
     def take(self) -> None:
-        """Remember the values of now."""
+        """Remember the present values."""
         places = list(self._places())
         self._names = [f"{owner}.{key}" for owner, _, key in places]
         self._values = [(values, key, values[key], self._content(values[key])) for _, values, key in places]

@@ -102,8 +102,8 @@ class ExpertParallelStrategy(Strategy):
     def begin_step(self, all_have_samples: bool) -> None:
         super().begin_step(all_have_samples)
         # Gradients of a dummy pass are discarded when it ends, so they must not be sent while it runs.
-        # Then no host sends them early: NCCL may hang where hosts launch the collectives of two
-        # communicators in different orders.
+        # In a step with a dummy pass no host sends gradients early: NCCL may hang where hosts launch the
+        # collectives of two communicators in different orders.
         self._may_overlap = all_have_samples
         # An optimizer clears its own parameters only; the all-reduce covers all that require a gradient.
         self.model.zero_grad(set_to_none=True)

@@ -81,7 +81,7 @@ def build_training(
     parts = build_parts(config, plan, task, world, log.write, experts.host_of, experts.layers, experts.groups)
     with ExitStack() as on_failure:
         if parts.compiled is not None:
-            # Nobody else has the parts yet, and torch's settings are those of the process.
+            # After a failure the caller has no parts to close, and torch's settings are global.
             on_failure.callback(parts.compiled.close)
         feed = build_feed(config, plan, task, world)
         _connect(feed, worker)

@@ -24,12 +24,12 @@ from orchestrator.train.optim.muon import Muon
 _VALIDATION_BATCHES = 8
 """Batches that a change is judged on."""
 _BYTES_PER_SECOND = {"gloo": 1e9, "nccl": 2e10}
-"""What a host sends to another one, roughly: it decides whether a move pays."""
+"""The speed of a transfer between two hosts, roughly: it decides whether a move pays."""
 _UPDATED_BYTES_PER_SECOND = {"gloo": 4e9, "nccl": 1e12}
 """State of a copy that a CPU core and a GPU update, roughly: it decides whether a copy pays. AdamW with
 clipping reaches 8e9 on a core; gradients of copies are packed and added up besides."""
 CHANGE_SECONDS = 0.02
-"""What a move or copy costs beside its bytes: hosts wait for each other, and stack experts and optimizer
+"""The cost of a move or copy beside its bytes: hosts wait for each other, and stack experts and optimizer
 state anew. Three hosts on two cores took 9 to 37 ms for other shares of copies, which send nothing. A
 constant, so that a repeated run decides alike."""
 _LEAST_SPEED = 1e10

@@ -258,7 +258,7 @@ def build_stepper(
 def build_graphs(
     config: Config, plan: Plan, world: World, parts: ModelParts, emit: Emit
 ) -> StepGraphs | None:
-    """Return the graphs of a run's steps, where the plan chose them; None if the model speaks against it."""
+    """Return the graphs of a run's steps; None if the plan did not choose them, or the model forbids them."""
     if not plan.cuda_graph.value or world.size > 1:
         return None
     optimizer = parts.optimizer

@@ -118,7 +118,7 @@ def facts_with_experts(facts: ModelFacts, saved: SavedExperts | None) -> ModelFa
 def _expert_weights(layer: LayerStructure, before: Sequence[int]) -> tuple[int, ...]:
     """Return the parameters of each expert: they grow with its hidden size alone."""
     known = [(before[expert.id], expert.size) for expert in layer.experts if expert.id < len(before)]
-    # Where no expert is left that the task has built, the mean stands for all.
+    # If no expert that the task has built is left, use the mean of their parameters.
     weight, size = known[0] if known else (sum(before) // len(before), layer.sizes[0])
     return tuple(weight * expert.size // size for expert in layer.experts)
 
@@ -131,7 +131,7 @@ def _known(known: Mapping[str, Any], saved: SavedExperts | None, plan: Plan, gro
         **known,
         "placement": _first_hosts(saved),
         "placement_hosts": saved.hosts // groups,
-        # A file says where the experts of the start live: it knows neither newborn ones nor moves.
+        # A placement file has the experts of the start, without later births and moves.
         "placement_outdated": plan.rebalance.value or plan.evolution_rules is not None,
     }
 
