@@ -250,8 +250,6 @@ def estimate_memory(
     )
     gate_state = gate_trainable * (shares.gradients + (facts.moments + facts.averages) * shares.moments)
     short_gradients = saved_gradient_bytes(facts.copied_experts) if single_pass else 0.0
-    # Earlier passes leave gradients of their own beside DDP's buckets.
-    bucketed = trainable.dense + gate_trainable if sharding.is_replicated and not single_pass else 0.0
     activations = _pass_bytes(facts, micro_batch, recompute, sharding, single_pass)
     if sharding.copies:
         # Gradients of copies are summed after the backward pass, which has freed its activations.
@@ -259,7 +257,7 @@ def estimate_memory(
     return MemoryEstimate(
         parameters=parameters.of(shares.parameters) * facts.weight_bytes,
         weight_copies=weight_copy_bytes(facts.copied_experts),
-        gradients=(trainable.of(shares.gradients) + bucketed) * _FP32_BYTES - short_gradients,
+        gradients=trainable.of(shares.gradients) * _FP32_BYTES - short_gradients,
         optimizer=trainable.of(shares.moments) * _FP32_BYTES * facts.moments,
         average=trainable.of(shares.moments) * _FP32_BYTES * facts.averages,
         activations=activations + facts.workspace_bytes,
