@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from experts.placement.placement import ExpertCost, HostFacts, place, placement_of
+from harness.fakes.linear_passes import LinearPasses
 from orchestrator.config.settings import Config
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.cluster import Cluster, Node
@@ -84,11 +85,7 @@ def model_of(experts: int) -> ModelFacts:
         moe_layers=1,
         blocks=1,
         flops_per_sample=1e12,
-        activation_bytes=64.0 * MIB,
-        activation_base=0.0,
-        block_bytes=60.0 * MIB,
-        block_input_bytes=4.0 * MIB,
-        largest_bytes=8.0 * MIB,
+        passes=LinearPasses(76.0 * MIB, base=0.0),
         samples=10**9,
         validation_samples=10**5,
         unit="tokens",
