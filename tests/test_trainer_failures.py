@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from harness.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
+from harness.runs.records import by_step
 from orchestrator import Callback, Loss, Metric, Trainer
 from orchestrator.errors import TaskFailed, TrainingFailed, UserError
 from orchestrator.live.callbacks.callback_values import StepInfo
-from orchestrator.record.files.events import by_step, of_kind
+from orchestrator.record.files.reading import of_kind
 from orchestrator.result import Result
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 

@@ -22,7 +22,8 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, TaskFailed, TrainingFailed
 from orchestrator.live.callbacks.callback_values import EndInfo
 from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner
-from orchestrator.record.files.events import EventLog, of_kind, read_events
+from orchestrator.record.files.event_log import EventLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.runtime import driver as module
 from orchestrator.runtime.bootstrap import REQUESTS_FILE, Assignment
 from orchestrator.runtime.driver import Attempt, AttemptResult, Observers, drive

@@ -59,8 +59,8 @@ def environment(run: ComparedRun) -> dict[str, Any]:
         "GPUs": f"{len(gpus)} × {', '.join(dict.fromkeys(gpus))}" if gpus else None,
         "driver": hardware.get("driver"),
         "workers": record.workers,
-        "backend": record.start.get("backend"),
-        "expert-orchestrator": record.start.get("version"),
+        "backend": record.start.backend,
+        "expert-orchestrator": record.start.version,
         "torch": hardware.get("torch"),
         "commit": hardware.get("commit"),
     }

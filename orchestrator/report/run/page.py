@@ -99,7 +99,7 @@ def _security_policy() -> str:
 def _footer(record: RunRecord) -> str:
     """Return versions, machine and time: the facts needed to repeat a run."""
     hardware = section(record.plan, "hardware")
-    versions = {"expert-orchestrator": record.start.get("version"), "torch": hardware.get("torch")}
+    versions = {"expert-orchestrator": record.start.version, "torch": hardware.get("torch")}
     versions |= section(hardware, "versions")
     facts = [f"{name} {value}" for name, value in versions.items() if value]
     if hardware.get("commit"):
@@ -110,7 +110,7 @@ def _footer(record: RunRecord) -> str:
     ram = finite(hardware.get("ram", hardware.get("ram_total")))
     if ram is not None:
         facts.append(f"{bytes_text(ram)} RAM")
-    begun = finite(record.start.get("time"))
-    if begun is not None and 0 <= begun < MAX_TIME:
+    begun = record.start.time
+    if begun is not None and begun < MAX_TIME:
         facts.append(f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC")
     return f"<footer>{esc(' · '.join([*facts, str(record.folder)]))}</footer>"
