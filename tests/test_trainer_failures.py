@@ -234,7 +234,7 @@ def test_a_full_disk_costs_the_record_but_not_the_result(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
 
-    monkeypatch.setattr("orchestrator.record.files.events.os.write", limited)
+    monkeypatch.setattr("orchestrator.record.files.event_log.os.write", limited)
     monkeypatch.setattr("orchestrator.report.run.page.draw_report", full)
     result = fit("run")
     assert expected.not_written == ""

@@ -73,7 +73,7 @@ def decode(cls: type[T], content: Any) -> T | None:
         return None
     # The constructor of a frozen dataclass calls a function for each field.
     made = object.__new__(cls)
-    made.__dict__.update(values)
+    object.__setattr__(made, "__dict__", values)
     return made
 
 
@@ -155,6 +155,9 @@ def _are_measures(values: list[Any]) -> bool:
 def _values(decoder: Decoder, value: Any) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         return None
+    # Every step has metrics, nearly always as plain numbers.
+    if decoder is number and {float}.issuperset(map(type, value.values())):
+        return value
     return {name: found for name, item in value.items() if (found := decoder(item)) is not None}
 
 

@@ -148,7 +148,8 @@ def last_recorded_step(path: Path) -> int:
 def parse_event(line: bytes) -> JsonEvent | None:
     """Return the event of a line; None for any other content, such as the torn line of a killed writer."""
     try:
-        event = json.loads(line)
+        # Of bytes json would guess the encoding.
+        event = json.loads(str(line, "utf-8"))
     except (ValueError, RecursionError):
         return None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):

@@ -32,15 +32,9 @@ from orchestrator.record.summary.totals import Totals
 
 _FREQUENT = (StepEvent, kinds.Checkpoint, kinds.Upload, kinds.Warned, kinds.Notice, kinds.SnapshotInterval)
 """Kinds of which a part is kept. All events of the others are, those too that a restart has discarded."""
-_largest_loss = largest(lambda event: event.loss)
 _RULES: Mapping[str, Reduce] = {
-    kinds.Step.EVENT: extremes(
-        smallest_loss,
-        _largest_loss,
-        largest(lambda event: event.grad_norm if isinstance(event, kinds.Step) else None),
-        largest(lambda event: event.seconds),
-    ),
-    kinds.Evaluation.EVENT: extremes(smallest_loss, _largest_loss, newest_best),
+    kinds.Step.EVENT: extremes(smallest_loss, largest("loss"), largest("grad_norm"), largest("seconds")),
+    kinds.Evaluation.EVENT: extremes(smallest_loss, largest("loss"), newest_best),
     kinds.Monitor.EVENT: extremes(process_memory),
     kinds.Phases.EVENT: weighted_mean,
     kinds.Exchange.EVENT: weighted_mean,

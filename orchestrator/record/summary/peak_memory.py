@@ -12,6 +12,8 @@ from orchestrator.record.events.decoding import decode, measure
 from orchestrator.record.events.kinds import End, Epoch, Event, Memory
 from orchestrator.types import MEMORY_PARTS
 
+_WITH_MEMORY = (Epoch, End)
+
 
 class PeakSums:
     """The largest peak of the events of epochs and ends, event by event."""
@@ -22,7 +24,7 @@ class PeakSums:
 
     def add(self, event: Event) -> None:
         """Take an event of any kind."""
-        memory = event.memory if isinstance(event, Epoch | End) else None
+        memory = event.memory if isinstance(event, _WITH_MEMORY) else None
         if memory is None:
             return
         if self._largest is None or memory.allocated > self._largest.allocated:

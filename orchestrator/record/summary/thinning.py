@@ -6,9 +6,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
-from orchestrator.record.events.kinds import Evaluation, Event, Exchange, Monitor, Phases, Step, decode_event
+from orchestrator.record.events.kinds import Evaluation, Event, Exchange, Monitor, Phases, decode_event
 
 Entry = tuple[int, Event]
 """An event, and its number in the record."""
@@ -129,11 +130,12 @@ def _joined(entries: Sequence[tuple[int, Phases | Exchange]]) -> Entry:
     return number, replace(last, **means)
 
 
-def largest(read: Callable[[Step | Evaluation], float | None]) -> Measure:
-    """Return a measure that is largest for the largest figure, or for one that is not a number."""
+def largest(name: str) -> Measure:
+    """Return a measure that is largest for the largest value of a field, or for one that is not a number."""
+    read = attrgetter(name)
 
     def measure(event: Event) -> float | None:
-        value = read(event) if isinstance(event, Step | Evaluation) else None
+        value = read(event)
         return math.inf if value is not None and math.isnan(value) else value
 
     return measure
@@ -141,7 +143,7 @@ def largest(read: Callable[[Step | Evaluation], float | None]) -> Measure:
 
 def smallest_loss(event: Event) -> float | None:
     """Return a measure that is largest for the smallest loss."""
-    loss = event.loss if isinstance(event, Step | Evaluation) else None
+    loss = getattr(event, "loss", None)
     return None if loss is None or math.isnan(loss) else -loss
 
 

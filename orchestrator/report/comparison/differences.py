@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.record.events.decoding import finite
 from orchestrator.report.comparison.runs import ComparedRun
-from orchestrator.report.run.figures.read import entries, finite, section
+from orchestrator.report.run.figures.read import entries, section
 from orchestrator.report.run.figures.stats import device_name
 from orchestrator.types import bytes_text
 

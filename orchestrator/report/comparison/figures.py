@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.metric import Mode, known_mode
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Evaluation
 from orchestrator.report.comparison.runs import ComparedRun
 from orchestrator.report.run.figures.outcome import score_text
-from orchestrator.report.run.figures.read import RunRecord, finite
+from orchestrator.report.run.figures.read import RunRecord
 from orchestrator.report.run.figures.stats import (
     final_evaluation,
     memory,

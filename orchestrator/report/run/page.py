@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from orchestrator.record.events.decoding import finite
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.draw.theme import CSS, JS
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run import sections
 from orchestrator.report.run.evolution_section import evolution_section
 from orchestrator.report.run.figures.graph_files import write_graph_files
-from orchestrator.report.run.figures.read import RunRecord, finite, read_run_record, section
+from orchestrator.report.run.figures.read import RunRecord, read_run_record, section
 from orchestrator.report.run.figures.timeline import timeline_list
 from orchestrator.report.run.generations_section import generations_section
 from orchestrator.report.run.hosts_section import hosts_section

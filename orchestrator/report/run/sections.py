@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from statistics import fmean
 
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Failure
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.figures.expert_load import LayerLoad, layer_loads
 from orchestrator.report.run.figures.outcome import compile_text, repeated_text, score_text, status_text
 from orchestrator.report.run.figures.panels import Panel, device_panels, training_panels
-from orchestrator.report.run.figures.read import UNFINISHED, RunRecord, finite, section
+from orchestrator.report.run.figures.read import UNFINISHED, RunRecord, section
 from orchestrator.report.run.figures.stats import (
     best_evaluation,
     device_name,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from statistics import fmean
 
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Checkpoint, Evaluation, Failure, OutOfMemory, Step, Warned
 from orchestrator.record.experts.expert_changes import change_counts
 from orchestrator.report.draw.text import failure_text
@@ -27,7 +28,7 @@ from orchestrator.report.run.figures.outcome import (
     status_text,
     weights_text,
 )
-from orchestrator.report.run.figures.read import RunRecord, finite, section
+from orchestrator.report.run.figures.read import RunRecord, section
 from orchestrator.report.run.figures.stats import (
     best_evaluation,
     device_name,

@@ -7,7 +7,6 @@ events may be missing. A file that exists but cannot be read is an error that na
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -19,7 +18,7 @@ import yaml
 from orchestrator.config.reading.safe_yaml import safe_content
 from orchestrator.errors import UserError
 from orchestrator.record.events import kinds
-from orchestrator.record.events.decoding import number
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Event, decode_event
 from orchestrator.record.events.sessions import (
     by_step,
@@ -43,12 +42,6 @@ EVENTS = "events.jsonl"
 UNFINISHED = "unfinished"
 
 _NUM_LISTED = 6
-
-
-def finite(value: Any) -> float | None:
-    """Return a number like ``number``, but None for nan and inf, which no axis can show."""
-    figure = number(value)
-    return figure if figure is not None and math.isfinite(figure) else None
 
 
 def section(tree: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from statistics import fmean
 
 from orchestrator.config.metric import Criterion, find_criterion
 from orchestrator.errors import UserError
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Compile, Evaluation, Memory, Monitor, Start, Step
 from orchestrator.record.summary.speed import Speed, after_warm_up
-from orchestrator.report.run.figures.read import RunRecord, cached_on_record, entries, finite, section
+from orchestrator.report.run.figures.read import RunRecord, cached_on_record, entries, section
 from orchestrator.types import MEMORY_PARTS, PHASES
 
 OTHER = "other"

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 from orchestrator.config.metric import Criterion
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Evaluation
 from orchestrator.record.summary.totals import NUM_FIRST
 from orchestrator.report.run.figures.outcome import score_text
 from orchestrator.report.run.figures.panels import Points
-from orchestrator.report.run.figures.read import RunRecord, cached_on_record, finite
+from orchestrator.report.run.figures.read import RunRecord, cached_on_record
 from orchestrator.report.run.figures.stats import (
     best_evaluation,
     non_finite_text,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Evaluation
-from orchestrator.report.run.figures.read import RunRecord, finite, section
+from orchestrator.report.run.figures.read import RunRecord, section
 
 SMALL_FALL = 0.1
 """The part of its first value by which a training loss falls in all if the steps were too small."""

@@ -8,7 +8,8 @@ import pytest
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_run import events_record, run_record, write_events, write_run
 from orchestrator.errors import UserError
-from orchestrator.report.run.figures.read import UNFINISHED, cached_on_record, finite, number, read_run_record
+from orchestrator.record.events.decoding import finite, number
+from orchestrator.report.run.figures.read import UNFINISHED, cached_on_record, read_run_record
 
 
 def test_a_finished_run_is_read(tmp_path):
