@@ -71,10 +71,10 @@ def test_readers_of_a_growing_record_see_each_event_once(folder: Path) -> None:
     change = Change(EVENTS, lines_of(3, 4), len(lines_of(1, 2)))
     server, writer = killed_in_append(folder, change, len(lines_of(3)) - 9)
     follower.poll()
-    assert [event["step"] for event in seen] == [1, 2]
+    assert [event.step for event in seen] == [1, 2]
     server.exchange(writer, 2, [change])
     follower.close()
-    assert [event["step"] for event in seen] == [1, 2, 3, 4]
+    assert [event.step for event in seen] == [1, 2, 3, 4]
 
 
 def test_a_log_with_equal_lines_keeps_them_all(folder: Path) -> None:

@@ -40,6 +40,7 @@ _FORMAT = 2
 _MAX_FILE_BYTES = 2**28
 _CHECKED_BYTES = 4096
 _FILE_NAME = re.compile(r"\d{15}\.json", re.ASCII)
+_STEP_TEXT = b'{"event": "step"'
 _MARKER_TEXTS = tuple(f'"{marker.EVENT}"'.encode() for marker in MARKERS)
 
 _logger = logging.getLogger("orchestrator")
@@ -104,7 +105,7 @@ def _limits(path: Path, fold: RunFold, end: Extent, only_markers: bool) -> list[
     steps: list[tuple[int, float]] = []
     for number, line in enumerate(merged_lines(path, fold.extent, end)):
         # Most lines are steps. A search in their bytes is faster than to parse them.
-        if only_markers and isinstance(line, bytes) and not any(text in line for text in _MARKER_TEXTS):
+        if only_markers and isinstance(line, bytes) and not _may_be_marker(line):
             continue
         event = _decoded(line)
         if event is None or (only_markers and not isinstance(event, MARKERS)):
@@ -135,6 +136,10 @@ def _continue(fold: RunFold, path: Path, end: Extent, limits: list[tuple[int, fl
             return False
     fold.extent = end
     return True
+
+
+def _may_be_marker(line: bytes) -> bool:
+    return not line.startswith(_STEP_TEXT) and any(text in line for text in _MARKER_TEXTS)
 
 
 def _decoded(line: bytes | JsonEvent) -> Event | None:

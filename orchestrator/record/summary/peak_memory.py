@@ -9,22 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.record.events.decoding import decode, measure
-from orchestrator.record.events.kinds import End, Epoch, Event, Memory
+from orchestrator.record.events.kinds import Memory
 from orchestrator.types import MEMORY_PARTS
-
-_WITH_MEMORY = (Epoch, End)
 
 
 class PeakSums:
-    """The largest peak of the events of epochs and ends, event by event."""
+    """The largest peak of the events of epochs and ends, one by one."""
 
     def __init__(self) -> None:
         self._largest: Memory | None = None
         self._reserved: float | None = None
 
-    def add(self, event: Event) -> None:
-        """Take an event of any kind."""
-        memory = event.memory if isinstance(event, _WITH_MEMORY) else None
+    def add(self, memory: Memory | None) -> None:
         if memory is None:
             return
         if self._largest is None or memory.allocated > self._largest.allocated:

@@ -59,7 +59,6 @@ class Totals:
 
     def add(self, event: Event, counts: bool) -> None:
         """Take an event. ``counts`` says whether no restart discards it."""
-        self.peak.add(event)
         match event:
             case kinds.Step():
                 self._step(event, counts)
@@ -74,8 +73,12 @@ class Totals:
                 self._checkpoint(event)
             case kinds.Upload():
                 self._uploads.append(event.step)
-            case kinds.Epoch() if counts:
-                self._epoch(event.epoch)
+            case kinds.Epoch():
+                self.peak.add(event.memory)
+                if counts:
+                    self._epoch(event.epoch)
+            case kinds.End():
+                self.peak.add(event.memory)
             case kinds.BadSamples() if counts:
                 self.bad_samples += event.count
             case kinds.ExpertChange():
