@@ -17,7 +17,8 @@ from orchestrator.plan.evolution import unused_thresholds
 from orchestrator.plan.experts import unused_settings
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.record.files.events import DriverLog, Event, Listener
+from orchestrator.record.events.kinds import Event
+from orchestrator.record.files.event_log import DriverLog, Listener
 from orchestrator.record.summary.summary import write_json
 from orchestrator.result import Result
 from orchestrator.types import counted

@@ -19,7 +19,7 @@ from orchestrator import Config, Loss, TensorData, Trainer
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.cli.main import main
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.report.run.page import draw_report
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.evaluation.evaluate import Evaluation

@@ -16,11 +16,12 @@ from torch import nn
 
 from harness.faults.remote_kills import kill_and_resume
 from harness.runs.blob_trainers import blobs, cross_entropy, settings
+from harness.runs.records import by_step
 from harness.storage.object_server import ObjectServer
 from orchestrator import Config, Result, Trainer, read_run
 from orchestrator.config.reading.reader import read_file as read_config
 from orchestrator.errors import OrchestratorError, TrainingFailed, UserError
-from orchestrator.record.files.events import by_step, of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote import mirror, retry

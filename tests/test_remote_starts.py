@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.config.writer import flat_values
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from tests.test_remote_runs import fit, make_trainer, remote_settings
 from tests.test_trainer import settings
 

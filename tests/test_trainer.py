@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.runs.blob_trainers import Blobs, blobs, cross_entropy, events_of, settings, trainer
+from harness.runs.records import by_step
 from orchestrator import Callback, Config, Loss, Monitor, Result, Trainer, draw_report, read_run
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import by_step, of_kind
+from orchestrator.record.files.reading import of_kind
 
 # The model, its data and its loss
 

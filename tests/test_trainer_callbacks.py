@@ -25,7 +25,7 @@ from orchestrator.live.callbacks.callback_values import (
     StartInfo,
     StepInfo,
 )
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 
 
 def settings(run_dir: Path, **more: Any) -> Config:

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from harness.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
+from harness.runs.records import by_step
 from orchestrator import Callback, Loss, Metric, Trainer
 from orchestrator.errors import TaskFailed, TrainingFailed, UserError
 from orchestrator.live.callbacks.callback_values import StepInfo
-from orchestrator.record.files.events import by_step, of_kind
+from orchestrator.record.files.reading import of_kind
 from orchestrator.result import Result
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 
@@ -233,7 +234,7 @@ def test_a_full_disk_costs_the_record_but_not_the_result(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
 
-    monkeypatch.setattr("orchestrator.record.files.events.os.write", limited)
+    monkeypatch.setattr("orchestrator.record.files.event_log.os.write", limited)
     monkeypatch.setattr("orchestrator.report.run.page.draw_report", full)
     result = fit("run")
     assert expected.not_written == ""

@@ -12,7 +12,7 @@ from torch import nn
 from harness.runs.blob_trainers import blobs, events_of, settings, trainer
 from orchestrator import Metric
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import of_kind
+from orchestrator.record.files.reading import of_kind
 
 
 def churn_loss(model: nn.Module, batch: Any) -> Any:

@@ -8,9 +8,10 @@ import pytest
 from torch import nn
 
 from harness.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
+from harness.runs.records import by_step
 from orchestrator import Config, Trainer
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import by_step, of_kind
+from orchestrator.record.files.reading import of_kind
 
 
 def test_another_batch_size_on_resume_moves_the_end_of_the_schedule(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from harness.runs.blob_trainers import blobs, cross_entropy, events_of, settings, trainer
+from harness.runs.records import by_step
 from orchestrator import Trainer
-from orchestrator.record.files.events import by_step, of_kind
+from orchestrator.record.files.reading import of_kind
 
 
 def test_a_step_repeated_after_out_of_memory_updates_batch_norm_once(tmp_path: Path) -> None:

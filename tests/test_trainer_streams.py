@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.runs.blob_trainers import blobs, events_of, settings, trainer
+from harness.runs.records import by_step
 from orchestrator import JsonLines
 from orchestrator.errors import TrainingFailed, UserError
-from orchestrator.record.files.events import by_step, of_kind
+from orchestrator.record.files.reading import of_kind
 
 
 def write_rows(file: Path, count: int, bad_row: int | None = None) -> JsonLines:

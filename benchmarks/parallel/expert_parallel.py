@@ -30,7 +30,7 @@ from benchmarks.parallel.exchange_actors import LONGEST_S, WARM_UP, ExchangeActo
 from benchmarks.parallel.spmd_layer import TOKENS, TOP_K, WIDTH
 from benchmarks.processes import started, tail
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 
 HOSTS = (1, 2)
 # torch.set_num_threads does not reach every product: without the variable some took both cores

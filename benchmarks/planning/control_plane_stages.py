@@ -16,13 +16,14 @@ from functools import partial
 
 from experts.placement.placement import ExpertCost, HostFacts, place, placement_of
 from harness.fakes.linear_passes import LinearPasses
+from harness.runs.records import made
 from orchestrator.config.settings import Config
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import plan
-from orchestrator.record.experts.placements import parse_placement
+from orchestrator.record.experts.placements import recorded_placement
 from orchestrator.runtime.recovery import Failure, FailureHistory, HostStatus, decide_regroup, root_cause
 from orchestrator.types import GIB, MIB
 
@@ -191,7 +192,7 @@ def recording(size: Size, generator: random.Random) -> dict[str, Stage]:
 
     def stage() -> object:
         text = json.dumps({"event": "placement", **decision.event(facts)})
-        return parse_placement(json.loads(text))
+        return recorded_placement(made(json.loads(text)))
 
     return {"placement event, written and read": stage}
 

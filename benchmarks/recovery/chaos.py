@@ -13,6 +13,7 @@ The soak is compared with the same run undisturbed: losses and weights to the la
 once per epoch, the same changes of experts, and no process, memory or file left behind. The cost of
 a kill is the time until the next step is done; that of plain Ray Train comes from its own log of
 steps. Kills in the phases "anywhere" and "recovery" come from outside, by the clock; the others come
+from harness.runs.records import decoded
 from inside the process, at that moment. In a disturbed run hosts sleep a little in each step
 (``--pace``): steps that fill all cores would measure how long a busy machine takes to start a
 process.
@@ -66,8 +67,9 @@ from harness.faults.run_checks import (
 )
 from harness.hosts.cluster import RayCluster, local_cluster
 from harness.runs.cli_runs import read_summary
+from harness.runs.records import decoded
 from orchestrator.record.experts.expert_changes import change_counts, expert_changes
-from orchestrator.record.files.events import of_kind
+from orchestrator.record.files.reading import of_kind
 from orchestrator.types import MIB
 
 STEPS_BEFORE = 20  # before the first kill
@@ -254,7 +256,7 @@ def verdict(ended: FinishedRun, wrong: Sequence[str]) -> str:
     words = ", ".join(f"{name} {summary.get(name)}" for name in names)
     checks = "\n".join(f"- WRONG: {word}" for word in wrong) or "Nothing wrong, nothing left behind."
     in_changes = sum(fired.phase in EVOLUTION_PHASES for fired in ended.fired)
-    counts = change_counts(expert_changes(ended.events))
+    counts = change_counts(expert_changes(decoded(ended.events)))
     changes = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     experts = f"Experts: {changes}; {in_changes} kills hit a change.\n\n" if counts else ""
     return f"{len(ended.fired)} kills; the run's own summary: {words}.\n\n{experts}{checks}\n"

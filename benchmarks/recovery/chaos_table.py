@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks.support import markdown_table
 from harness.faults.fault_schedule import FiredFault
-from orchestrator.record.files.events import Event, of_kind
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import of_kind
 
 LATE_STEPS = 3  # that may still be recorded between a kill and its detection
 GAPS_S = (1, 5, 15)

@@ -28,7 +28,8 @@ import psutil
 
 from benchmarks.processes import LONGEST_S, belongs_to, kill, started, wait_until
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from orchestrator.record.files.events import Event, of_kind, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.types import MIB
 
 STEPS = 45  # of one life of the workers at least: past two checkpoints

@@ -35,9 +35,10 @@ from harness.hosts.namespace_runs import (
 )
 from harness.hosts.namespace_runs import Case as DisturbedCase
 from harness.hosts.namespaces import LinkSpec, reason_not_allowed
+from harness.runs.records import by_step
 from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallelism
 from orchestrator.plan.cost.traffic import traffic_seconds
-from orchestrator.record.files.events import by_step, read_events
+from orchestrator.record.files.reading import read_events
 
 MODEL = vectors(width=256, experts=8, expert_hidden_size=512, layers=1)
 BATCH = 1024

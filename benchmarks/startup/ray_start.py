@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.processes import LONGEST_S, ROOT, kill, started, tail, wait_until
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from orchestrator.record.files.events import read_events
+from orchestrator.record.files.reading import read_events
 
 WARM_UP = 3
 KILL_AT = 15  # a checkpoint every 10 steps: five are lost

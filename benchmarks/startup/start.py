@@ -26,7 +26,8 @@ import psutil
 
 from benchmarks.processes import LONGEST_S, ROOT, end, tail
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from orchestrator.record.files.events import Event, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import read_events
 
 STRATEGIES = ("data_parallel", "expert_parallel")
 _SAMPLE_S = 0.1

@@ -28,7 +28,7 @@ from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
 from orchestrator.live.callbacks.callback_values import EvaluationInfo, StepInfo
 from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner
-from orchestrator.record.files.events import EventLog
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.metrics import AUC
 from orchestrator.tasks.task import Loss, Task, TensorData

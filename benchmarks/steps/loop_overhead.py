@@ -35,7 +35,7 @@ from orchestrator.config.settings import Config
 from orchestrator.live.callbacks.callback_values import StepInfo
 from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner
 from orchestrator.live.trackers.trackers import TrackerThread
-from orchestrator.record.files.events import EventLog
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.machine.monitor import Monitor
 from orchestrator.tasks import token_loss
 from orchestrator.tasks.synthetic import Synthetic

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
+from harness.runs.records import by_step
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import Event, by_step, of_kind, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.trainer import Trainer
 from orchestrator.types import MIB
 

@@ -21,8 +21,9 @@ from time import perf_counter, sleep
 from typing import Any
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
+from harness.runs.records import by_step
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import by_step, read_events
+from orchestrator.record.files.reading import read_events
 from orchestrator.trainer import Trainer
 
 EVERY = 10

@@ -13,7 +13,7 @@ from typing import Any
 from experts.structure import Change, LayerStructure, changed
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_run import write_events, write_run
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.report.run.figures.read import RunRecord, read_run_record
 
 EVOLVING = FakeRun(experts=4, layers=2, name="evolving", skew=0.5)

@@ -14,7 +14,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from harness.fakes.inventories import model
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import EventLog, of_kind, read_events
+from orchestrator.record.files.event_log import EventLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.runtime.driver import AttemptResult
 from orchestrator.runtime.expert_parallel import calls as calls_module
 from orchestrator.runtime.expert_parallel import group as group_module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import JsonEvent as Event
 
 
 def host(rank: int, speed: float | None = 1.0) -> dict[str, Any]:

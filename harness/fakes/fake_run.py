@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from harness.fakes.fake_events import START_TIME, FakeRun, run_events
-from orchestrator.record.files.events import Event, encode_event
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.event_log import encode_event
 from orchestrator.report.run.figures.read import RunRecord, read_run_record
 from orchestrator.types import GIB
 

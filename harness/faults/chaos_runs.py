@@ -23,7 +23,8 @@ from harness.faults.run_checks import (
     shared_memory,
 )
 from harness.hosts.cluster import RayCluster
-from orchestrator.record.files.events import Event, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = 7190

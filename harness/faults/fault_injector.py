@@ -20,7 +20,8 @@ import psutil
 
 from harness.faults.fault_schedule import Fault, FaultFolder, FaultSchedule, FiredFault
 from harness.hosts.cluster import RayCluster
-from orchestrator.record.files.events import Event, parse_event
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import parse_event
 
 _POLL_SECONDS = 0.005
 

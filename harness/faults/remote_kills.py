@@ -13,7 +13,8 @@ from harness.hosts.ranks import Ranks, start_ranks
 from harness.runs.cli_runs import run_in_rank
 from harness.runs.small_flags import CPU, SMALL
 from harness.storage.object_server import ObjectServer
-from orchestrator.record.files.events import Event, of_kind, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 

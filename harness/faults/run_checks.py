@@ -19,9 +19,11 @@ from harness.faults.fault_injector import is_alive
 from harness.faults.fault_schedule import FaultFolder
 from harness.hosts.cluster import RayCluster, connected
 from harness.runs.cli_runs import read_summary
+from harness.runs.records import by_step, decoded
 from orchestrator.checkpoint.files import KINDS, load
-from orchestrator.record.experts.expert_changes import expert_events
-from orchestrator.record.files.events import Event, by_step, of_kind, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.experts.expert_changes import expert_changes
+from orchestrator.record.files.reading import of_kind, read_events
 
 _EXIT_SECONDS = 10.0
 """How long processes may take to exit after the run."""
@@ -187,8 +189,8 @@ def check_run(run_dir: Path, calm: Path, steps: int, samples: int) -> list[str]:
 
 def check_experts(events: Sequence[Event], calm: Sequence[Event]) -> list[str]:
     """Experts change as in the undisturbed run, and no id is given to two experts."""
-    changes = [_change(event) for event in expert_events(events)]
-    calm_changes = [_change(event) for event in expert_events(calm)]
+    changes = [_change(vars(change)) for change in expert_changes(decoded(events))]
+    calm_changes = [_change(vars(change)) for change in expert_changes(decoded(calm))]
     problems: list[str] = []
     for change, calm_change in zip_longest(changes, calm_changes):
         if change != calm_change:

@@ -11,7 +11,8 @@ from pathlib import Path
 from harness.faults.chaos_runs import FinishedRun, Job, run_with_faults
 from harness.faults.fault_schedule import FaultKind, FaultSchedule, Phase
 from harness.faults.run_checks import check_losses, check_steps
-from orchestrator.record.files.events import Event, of_kind
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import of_kind
 
 TIMEOUT_S = 4
 """``--collective-timeout`` of the runs."""

@@ -16,8 +16,10 @@ from typing import Any
 from harness.hosts.namespace_cluster import NamespaceCluster, wait_until
 from harness.hosts.namespaces import Node, end
 from harness.runs.cli_runs import read_summary
+from harness.runs.records import by_step
 from harness.storage.object_server import BUCKET
-from orchestrator.record.files.events import Event, by_step, of_kind, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import of_kind, read_events
 
 STEPS = 36
 TOLERANCE = 1e-5

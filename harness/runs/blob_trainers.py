@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from orchestrator import Config, Loss, Task, TensorData, Trainer
-from orchestrator.record.files.events import Event, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import read_events
 
 
 def blobs(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

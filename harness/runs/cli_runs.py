@@ -19,7 +19,8 @@ import pytest
 
 from harness.hosts.cluster import RayCluster, connected
 from harness.hosts.ranks import run_ranks
-from orchestrator.record.files.events import by_step, of_kind, read_events
+from harness.runs.records import by_step
+from orchestrator.record.files.reading import of_kind, read_events
 
 SIZES = shlex.split(
     "--width 16 --expert-hidden-size 8 16 8 --experts 3 --layers 1 --evolution off --global-batch-size 50"

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from harness.runs.records import by_step
 from harness.runs.tiny_model import Tiny
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
-from orchestrator.record.files.events import EventLog, by_step, of_kind, read_events
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.group.stores import file_store

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.runs.records import by_step
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import EventLog, by_step, read_events
+from orchestrator.record.files.event_log import EventLog
+from orchestrator.record.files.reading import read_events
 from orchestrator.train.group.heartbeat import Heartbeat
 from orchestrator.train.group.world import World
 from orchestrator.train.loop.loop import Loop

@@ -9,7 +9,8 @@ from harness.faults.fault_schedule import FaultFolder
 from harness.faults.run_checks import check_sample_counts, check_steps, samples_by_step
 from harness.runs.cli_runs import read_summary
 from harness.runs.streamed_task import streamed_steps, write_digits
-from orchestrator.record.files.events import Event, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import read_events
 
 SAMPLES = 500
 GLOBAL_BATCH = 96

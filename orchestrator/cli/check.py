@@ -15,7 +15,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.checks.probes import CheckResult, MachineProbe, probes_for, run_guarded
 from orchestrator.plan.inventory.hardware import Inventory, inventory, nccl_may_share_gpus
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.types import VERSION, bytes_text
 
 if TYPE_CHECKING:

@@ -13,7 +13,9 @@ from orchestrator.config.reading.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.writer import flat_values, to_json, write_file
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import last_events, of_kind
+from orchestrator.record.events.kinds import Load, decode_event
+from orchestrator.record.experts.host_balance import token_counts
+from orchestrator.record.files.reading import last_events
 from orchestrator.record.summary.summary import write_json
 from orchestrator.redaction import Secrets, mask_tree
 from orchestrator.run.prepared_run import PreparedRun, plan_json
@@ -136,20 +138,11 @@ def read_last_expert_loads(run_dir: Path) -> list[dict[str, float]] | None:
     """Return the tokens per expert of each layer that an earlier start recorded last, if any.
 
     They are keyed by the expert's id, as text: JSON has no other keys."""
-    events = of_kind(last_events(run_dir / "events.jsonl"), "load")
-    if not events:
+    events = map(decode_event, reversed(last_events(run_dir / "events.jsonl")))
+    load = next((event for event in events if isinstance(event, Load)), None)
+    if load is None or any(count is None or count >= _MAX_COUNT for layer in load.loads for count in layer):
         return None
-    try:
-        loads = [[float(count) for count in layer] for layer in events[-1]["loads"]]
-        ids = events[-1].get("ids") or [range(len(layer)) for layer in loads]
-        by_id = [
-            {str(int(expert)): count for expert, count in zip(layer_ids, layer, strict=True)}
-            for layer_ids, layer in zip(ids, loads, strict=True)
-        ]
-    except (ValueError, TypeError, KeyError, OverflowError):
-        return None
-    is_plausible = all(0 <= count < _MAX_COUNT for layer in loads for count in layer)
-    return by_id if by_id and is_plausible else None
+    return [{str(expert): count for expert, count in layer.items()} for layer in token_counts(load)] or None
 
 
 def earlier_global_batch(config: Config, earlier_plan: dict[str, Any]) -> dict[str, int]:

@@ -14,7 +14,8 @@ from typing import Any, get_args
 from orchestrator.config.sections.outputs import Tracker
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import Event, stream_events
+from orchestrator.record.events.kinds import Event
+from orchestrator.record.files.reading import stream_events
 from orchestrator.record.summary.index import read_fold, save_fold
 from orchestrator.record.summary.summary import summary_of, write_json
 from orchestrator.run.folder_lock import check_unlocked, folder_lock

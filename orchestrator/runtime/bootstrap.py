@@ -225,7 +225,7 @@ def uses_cuda(prepared: PreparedRun) -> bool:
 @contextmanager
 def open_log(assignment: Assignment, rank: int) -> Iterator[Log]:
     """Open the event log of the run. Only rank 0 writes to it."""
-    from orchestrator.record.files.events import EventLog
+    from orchestrator.record.files.event_log import EventLog
     from orchestrator.record.files.log import SilentLog
 
     log: Log = SilentLog()

@@ -27,15 +27,10 @@ from orchestrator.live.trackers.trackers import TrackerThread
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
-from orchestrator.record.files.events import (
-    DriverLog,
-    Event,
-    EventLog,
-    Listener,
-    extent_of,
-    last_recorded_step,
-)
+from orchestrator.record.events.kinds import Checkpoint, End, Epoch, Evaluation, Event, Resume, Start, Step
+from orchestrator.record.files.event_log import DriverLog, EventLog, Listener
 from orchestrator.record.files.log_copy import copy_masked
+from orchestrator.record.files.reading import extent_of, last_recorded_step
 from orchestrator.record.files.tail import Follower
 from orchestrator.record.summary.index import FoldKeeper
 from orchestrator.redaction import Secrets, mask_tree
@@ -67,7 +62,7 @@ _POLL_SECONDS = 0.1
 _MAX_LOG_BYTES = 2**22
 _CLOCK_TOLERANCE_SECONDS = 2.0
 """How far the time of a new event may be from the driver's: events are read ten times a second."""
-_SIGNS_OF_LIFE = ("start", "step", "evaluate", "epoch", "checkpoint")
+_SIGNS_OF_LIFE = (Start, Step, Evaluation, Epoch, Checkpoint)
 """Events that only workers write."""
 _NODE_RETURN_SECONDS = 5.0
 """How long a lost node may take to come back before the run goes on without it."""
@@ -191,29 +186,31 @@ class _RunRecord:
         self.poll()
 
     def _observe(self, event: Event) -> None:
-        match event["event"]:
-            case "step":
-                self._last_step = event["step"]
-            case "resume":
+        match event:
+            case Step():
+                self._last_step = event.step
+            case Resume():
                 self._warn_of_missing_steps(event)
-                self.recovery_log.resumed(event.get("source", "disk"))
-            case "end":
+                self.recovery_log.resumed(event.source or "disk")
+            case End():
                 self.has_end = True
-        written_at = _driver_time(event["time"])
-        if event["event"] in _SIGNS_OF_LIFE:
+            case _:
+                pass
+        written_at = _driver_time(event.time)
+        if isinstance(event, _SIGNS_OF_LIFE):
             self._last_sign_of_life = written_at
         # Expert hosts recover without a restart, and ``ExpertParallelRun`` measures that itself.
         if self._restarted:
-            self.recovery_log.observe({**event, "time": written_at})
+            self.recovery_log.observe(event, written_at)
 
-    def _warn_of_missing_steps(self, event: Event) -> None:
+    def _warn_of_missing_steps(self, resume: Resume) -> None:
         """Warn of steps that a run does not repeat, and whose events were lost with their host.
 
         Where a link brings the events, a snapshot may arrive before the events of its steps."""
         last_step = self._last_step
-        if event.get("source") == "memory" and last_step is not None and event["step"] > last_step:
+        if resume.source == "memory" and last_step is not None and (resume.step or 0) > last_step:
             message = (
-                f"the events of steps {last_step + 1} to {event['step']} are missing: they had not reached "
+                f"the events of steps {last_step + 1} to {resume.step} are missing: they had not reached "
                 "the driver when their host was lost"
             )
             self.log.write("warning", kind="record", message=message)
@@ -235,12 +232,12 @@ class _RunRecord:
             self._follower.close()
 
 
-def _driver_time(written_at: float) -> float:
+def _driver_time(written_at: float | None) -> float:
     """Return the time of an event that was read just now, by the driver's clock.
 
     The clock of the worker's node may be wrong: if it is, the time of reading counts."""
     now = time.time()
-    return written_at if abs(now - written_at) < _CLOCK_TOLERANCE_SECONDS else now
+    return written_at if written_at is not None and abs(now - written_at) < _CLOCK_TOLERANCE_SECONDS else now
 
 
 @dataclass

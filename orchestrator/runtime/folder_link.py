@@ -18,7 +18,7 @@ from typing import Self
 
 import ray
 
-from orchestrator.record.files.events import whole_line_bytes
+from orchestrator.record.files.reading import whole_line_bytes
 from orchestrator.record.files.remote_record import EVENTS
 from orchestrator.runtime.failures import cause_of
 from orchestrator.runtime.folder_server import (

@@ -17,7 +17,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.record.files.events import truncate_torn_line, whole_line_bytes
+from orchestrator.record.files.event_log import truncate_torn_line
+from orchestrator.record.files.reading import whole_line_bytes
 from orchestrator.record.files.remote_record import EVENTS, is_needed
 from orchestrator.storage.folder import is_safe_name
 from orchestrator.storage.local_files import replace_file

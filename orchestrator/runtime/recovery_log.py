@@ -16,7 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.record.files.events import Event, EventLog, last_recorded_step
+from orchestrator.record.events.kinds import Event, Start, Step
+from orchestrator.record.files.event_log import EventLog
+from orchestrator.record.files.reading import last_recorded_step
 from orchestrator.runtime.recovery import Failure
 
 
@@ -141,13 +143,13 @@ class RecoveryLog:
         if step >= current.last_step:
             self.close(at)
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: Event, at: float) -> None:
         """Follow a restart by the events of the new workers. Their state comes from a checkpoint."""
-        if event["event"] == "start":
-            self.regrouped(event["workers"], "disk", event["time"] - event["build_seconds"])
-            self.restored(event["time"])
-        elif event["event"] == "step":
-            self.stepped(event["step"], event["time"])
+        if isinstance(event, Start):
+            self.regrouped(event.workers or 1, "disk", at - (event.build_seconds or 0.0))
+            self.restored(at)
+        elif isinstance(event, Step):
+            self.stepped(event.step, at)
 
     def close(self, at: float) -> None:
         """Write the ``recovery`` event, if a step has been done: the lost steps are repeated, or

@@ -17,9 +17,10 @@ from rich.console import Console
 
 from harness.hosts.cluster import RayCluster
 from harness.runs.cli_runs import command, finish_run, start_run
+from harness.runs.records import by_step
 from harness.runs.small_flags import CPU
 from orchestrator.live.watch.watching import Watch
-from orchestrator.record.files.events import by_step, read_events
+from orchestrator.record.files.reading import read_events
 from tests.cli.helpers import Call, check_answer
 
 ENDLESS = ("--max-steps", "1000000", "--epochs", "1000000", "--metrics-port", "0", *CPU)

@@ -9,7 +9,7 @@ import pytest
 
 from harness.runs.small_flags import CPU, SMALL
 from harness.storage.object_server import ACCESS_KEY, SECRET_KEY, ObjectServer
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from tests.cli.helpers import Call

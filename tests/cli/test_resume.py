@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from harness.runs.cli_runs import complete
+from harness.runs.records import by_step
 from harness.storage.checkpoints import damage
 from orchestrator.checkpoint.store import CheckpointStore
-from orchestrator.record.files.events import by_step, of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 
 STEPS = 90
 SETTINGS = [

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from harness.faults.lock_holder import lock_holder
+from harness.runs.records import by_step
 from harness.runs.small_flags import CPU, SMALL
-from orchestrator.record.files.events import by_step, of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from tests.cli.helpers import Answer, Call, check_answer
 
 QUICK = (*SMALL, *CPU, "--trackers", "--no-monitor-gpu", "--batch-size", "8", "--schedule", "constant")

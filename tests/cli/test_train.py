@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 
 from harness.runs.small_flags import CPU, SMALL
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.report.run.figures.read import read_run_record
 from orchestrator.report.run.figures.stats import phase_seconds
 from orchestrator.types import count_text

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from harness.runs.records import by_step
 from harness.runs.steppers import Events, run_steps, weights
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import by_step, of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.data.steps import Feed
 from orchestrator.train.group.world import World

@@ -21,8 +21,9 @@ from experts.kernels.row_products import RowTiles
 from experts.layer import MoELayer
 from experts.tokens.dispatch import sort_by_slot
 from experts.types import Trip
+from harness.runs.records import by_step
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import by_step, of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.trainer import Trainer
 
 DEVICE = torch.device("cuda:0")

@@ -10,9 +10,10 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.runs.records import made
 from orchestrator.config.settings import Config
 from orchestrator.live.metrics.exposition import exposition
-from orchestrator.record.files.events import read_events
+from orchestrator.record.files.reading import read_events
 from orchestrator.record.live.state import RunState
 from orchestrator.record.machine.monitor import Monitor
 from orchestrator.trainer import Trainer
@@ -27,7 +28,7 @@ def test_memory_and_power_of_the_gpu_are_exported(tmp_path: Path) -> None:
     Trainer(config=config, quiet=True).fit()
     state = RunState()
     for event in read_events(tmp_path / "run" / "events.jsonl"):
-        state(event)
+        state(made(event))
     families = text_string_to_metric_families(exposition(state, "run").decode())
     figures = {
         sample.name.removeprefix("orchestrator_gpu_"): sample.value

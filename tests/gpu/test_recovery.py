@@ -26,7 +26,7 @@ from harness.faults.stuck_cases import (
 from harness.hosts.cluster import local_cluster
 from harness.hosts.gpu_ranks import skip_without
 from harness.runs.cli_runs import read_summary
-from orchestrator.record.files.events import of_kind
+from orchestrator.record.files.reading import of_kind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ray, pytest.mark.timeout(500)]
 KILL_STEPS = 60

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from harness.runs.records import by_step
 from harness.runs.steppers import Events, assert_gradients_equal, gradients
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import by_step, of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.load import load_task
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers

@@ -22,7 +22,9 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, TaskFailed, TrainingFailed
 from orchestrator.live.callbacks.callback_values import EndInfo
 from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner
-from orchestrator.record.files.events import EventLog, of_kind, read_events
+from orchestrator.record.events.kinds import Event
+from orchestrator.record.files.event_log import EventLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.runtime import driver as module
 from orchestrator.runtime.bootstrap import REQUESTS_FILE, Assignment
 from orchestrator.runtime.driver import Attempt, AttemptResult, Observers, drive
@@ -123,8 +125,8 @@ class FakeScreen:
     shown: list[str] = field(default_factory=list)
     closed: bool = False
 
-    def __call__(self, event: dict[str, Any]) -> None:
-        self.shown.append(event["event"])
+    def __call__(self, event: Event) -> None:
+        self.shown.append(event.EVENT)
 
     def note(self, message: str) -> None:
         self.notes.append(message)

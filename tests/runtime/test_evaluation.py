@@ -11,7 +11,7 @@ import pytest
 from harness.hosts.cluster import RayCluster
 from harness.lm.language_models import save_sums, save_tiny_model
 from harness.runs.cli_runs import complete, complete_run, living_actors
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

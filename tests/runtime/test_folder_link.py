@@ -12,8 +12,9 @@ from uuid import uuid4
 import pytest
 
 from harness.storage.folder_links import ServerHandle, linked, wait_until
-from orchestrator.record.files.events import EventLog, read_events
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import SilentLog
+from orchestrator.record.files.reading import read_events
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.bootstrap import Assignment, DriverRequests, check_run_dir
 from orchestrator.storage.folder import RemoteError, RemoteFolder

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.storage.folder_links import ServerHandle, linked, wait_until
-from orchestrator.record.files.events import EventLog, read_events
+from orchestrator.record.files.event_log import EventLog
+from orchestrator.record.files.reading import read_events
 from orchestrator.runtime.folder_server import FileChange, FolderServer
 from orchestrator.storage.folder import RemoteError
 from orchestrator.train.remote.publish_requests import PUBLISH, open_requests

@@ -29,8 +29,10 @@ from harness.runs.cli_runs import (
     losses,
     single_process_losses,
 )
+from harness.runs.records import by_step
 from harness.storage.object_server import ObjectServer
-from orchestrator.record.files.events import Event, by_step, of_kind, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.storage.folder import RemoteFolder
 
 pytestmark = [

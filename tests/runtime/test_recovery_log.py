@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.files.effective import effective_events
-from orchestrator.record.files.events import DriverLog, EventLog, of_kind, read_events
+from harness.runs.records import decoded, made
+from orchestrator.record.events.effective import effective_events
+from orchestrator.record.events.kinds import Step
+from orchestrator.record.events.sessions import of_type
+from orchestrator.record.files.event_log import DriverLog, EventLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.runtime.recovery import Failure
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 
@@ -154,8 +158,8 @@ def test_a_recovery_that_a_failure_ends_keeps_the_steps_in_between(run: Run) -> 
     run.regroup(1014.0)
     run.workers_log.write("step", step=32)
     run.recovery.stepped(32, 1016.0)
-    events = effective_events([{"event": "start"}, *read_events(run.path)])
-    assert [event["step"] for event in of_kind(events, "step")] == [31, 32]
+    events = effective_events(decoded([{"event": "start"}, *read_events(run.path)]))
+    assert [event.step for event in of_type(events, Step)] == [31, 32]
 
 
 def test_a_change_of_the_group_without_a_failure_has_a_cost_too(run: Run) -> None:
@@ -229,13 +233,17 @@ def step(number: int, at: float) -> dict[str, Any]:
     return {"event": "step", "time": at, "step": number}
 
 
+def observe(run: Run, line: dict[str, Any]) -> None:
+    run.recovery.observe(made(line), line["time"])
+
+
 def test_a_restart_is_measured_by_the_events_of_the_new_workers(run: Run) -> None:
     run.fail(1000.0, step=33)
-    run.recovery.observe(step(33, 999.0))
+    observe(run, step(33, 999.0))
     assert run.recovery.steps_to_replay >= 1, "a step of the workers before says nothing about the restart"
     for event in (start(1008.0, 1.5), step(31, 1010.0), step(32, 1010.1), step(33, 1010.2)):
-        run.recovery.observe(event)
-    run.recovery.observe({"event": "notice", "time": 1011.0, "message": "other events do not matter"})
+        observe(run, event)
+    observe(run, {"event": "notice", "time": 1011.0, "message": "other events do not matter"})
     (recovery,) = run.of("recovery")
     assert (recovery["workers_before"], recovery["workers"], recovery["source"]) == (3, 2, "disk")
     assert (recovery["step"], recovery["lost_steps"]) == (30, 3)
@@ -246,10 +254,10 @@ def test_a_restart_is_measured_by_the_events_of_the_new_workers(run: Run) -> Non
 
 def test_a_restart_that_fails_before_its_first_step_is_part_of_the_next_one(run: Run) -> None:
     run.fail(1000.0, step=33)
-    run.recovery.observe(start(1008.0, 1.5))
+    observe(run, start(1008.0, 1.5))
     run.fail(1009.0, step=0, workers=2)
     for event in (start(1015.0, 1.0), step(31, 1016.0), step(33, 1017.0)):
-        run.recovery.observe(event)
+        observe(run, event)
     (recovery,) = run.of("recovery")
     assert (recovery["attempt"], recovery["workers_before"]) == (2, 3)
     assert recovery["total_seconds"] == 16.0
@@ -260,8 +268,8 @@ def test_both_strategies_write_the_same_fields(run: Run) -> None:
     run.regroup(1004.0)
     run.recovery.stepped(31, 1006.0)
     run.fail(2000.0, step=30)
-    run.recovery.observe(start(2008.0, 1.5))
-    run.recovery.observe(step(31, 2010.0))
+    observe(run, start(2008.0, 1.5))
+    observe(run, step(31, 2010.0))
     hosts, workers = run.of("recovery")
     assert hosts.keys() == workers.keys()
 

@@ -16,7 +16,7 @@ from harness.hosts.cluster import RayCluster, local_cluster, needs_private_disks
 from harness.runs.cli_runs import QUIET, SIZES, complete, losses
 from harness.storage.object_server import ObjectServer
 from orchestrator.config.reading.reader import read_file
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteFolder
 

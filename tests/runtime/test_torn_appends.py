@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from harness.storage.folder_links import without_ray
-from orchestrator.record.files.events import Event, EventLog, encode_event, read_events
+from orchestrator.record.files.event_log import EventLog, encode_event
+from orchestrator.record.files.reading import read_events
 from orchestrator.record.files.tail import Follower
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.folder_link import FolderLink
@@ -64,16 +65,16 @@ def test_the_next_main_worker_begins_on_a_new_line(folder: Path) -> None:
 
 
 def test_readers_of_a_growing_record_see_each_event_once(folder: Path) -> None:
-    seen: list[Event] = []
+    seen: list[Any] = []
     (folder / EVENTS).touch()
     follower = Follower(folder / EVENTS, [seen.append])
     change = FileChange(EVENTS, lines_of(3, 4), len(lines_of(1, 2)))
     server, writer = killed_in_append(folder, change, len(lines_of(3)) - 9)
     follower.poll()
-    assert [event["step"] for event in seen] == [1, 2]
+    assert [event.step for event in seen] == [1, 2]
     server.exchange(writer, 2, [change])
     follower.close()
-    assert [event["step"] for event in seen] == [1, 2, 3, 4]
+    assert [event.step for event in seen] == [1, 2, 3, 4]
 
 
 def test_a_log_with_equal_lines_keeps_them_all(folder: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from harness.storage.folder_links import ServerHandle
-from orchestrator.record.files.events import EventLog, read_events
+from orchestrator.record.files.event_log import EventLog
+from orchestrator.record.files.reading import read_events
 from orchestrator.runtime import folder_link
 from orchestrator.runtime.bootstrap import Assignment, worker_folder
 from orchestrator.runtime.folder_server import DriverEnd

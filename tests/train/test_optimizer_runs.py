@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from harness.runs.loop_runs import run_loop
+from harness.runs.records import by_step
 from orchestrator.checkpoint.files import load
-from orchestrator.record.files.events import by_step, of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from tests.train.evolution import test_resume as evolving
 from tests.train.worker.test_run import losses, train
 

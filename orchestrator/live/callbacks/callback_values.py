@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import Event
-from orchestrator.record.files.scalars import to_float
+from orchestrator.record.events.kinds import Checkpoint, End, Evaluation, Event, Failure, Start, Step
 
 ModelMoment = Literal["step", "evaluate", "checkpoint"]
 
@@ -120,101 +119,24 @@ class ModelInfo:
     """What was just done: a step, an evaluation, or the copy of the state for a checkpoint."""
 
 
-Value = StartInfo | StepInfo | EvaluationInfo | CheckpointInfo | FailureInfo | EndInfo
-
-
-def callback_value(event: Event, run: RunInfo) -> Value:
-    """Return an event as the value that callbacks see."""
-    return _MAKERS[event["event"]](event, run)
-
-
-def _start(event: Event, run: RunInfo) -> StartInfo:
-    return StartInfo(
-        run_dir=run.run_dir,
-        config=run.config,
-        step=event["step"],
-        total_steps=event["total_steps"],
-        strategy=event["strategy"],
-        workers=event["workers"],
-        device=event["device"],
-        precision=event["precision"],
-        global_batch_size=event["global_batch_size"],
-        parameters=event["parameters"],
-    )
-
-
-def _step(event: Event, run: RunInfo) -> StepInfo:  # noqa: ARG001
-    return StepInfo(
-        step=event["step"],
-        epoch=event["epoch"],
-        loss=_number(event["loss"]),
-        grad_norm=_number(event["grad_norm"]),
-        lr=event["lr"],
-        samples=event["samples"],
-        units=event["units"],
-        seconds=event["seconds"],
-        metrics=_numbers(event["metrics"]),
-    )
-
-
-def _evaluation(event: Event, run: RunInfo) -> EvaluationInfo:  # noqa: ARG001
-    return EvaluationInfo(
-        step=event["step"],
-        epoch=event["epoch"],
-        loss=_number(event["loss"]),
-        metrics=_numbers(event["metrics"]),
-        samples=event["samples"],
-        seconds=event["seconds"],
-        best=event["best"],
-    )
-
-
-def _checkpoint(event: Event, run: RunInfo) -> CheckpointInfo:
-    return CheckpointInfo(
-        step=event["step"],
-        path=run.run_dir / event["path"],
-        bytes=event["bytes"],
-        seconds=event["seconds"],
-    )
-
-
-def _failure(event: Event, run: RunInfo) -> FailureInfo:  # noqa: ARG001
-    return FailureInfo(
-        kind=event["kind"],
-        message=event["message"],
-        rank=event["rank"],
-        step=event["step"],
-        final=bool(event["final"]),
-    )
-
-
-def _end(event: Event, run: RunInfo) -> EndInfo:  # noqa: ARG001
-    return EndInfo(
-        status=event["status"],
-        reason=event["reason"],
-        steps=event["steps"],
-        seconds=event["seconds"],
-    )
-
-
-_MAKERS: Mapping[str, Any] = {
-    "start": _start,
-    "step": _step,
-    "evaluate": _evaluation,
-    "checkpoint": _checkpoint,
-    "failure": _failure,
-    "end": _end,
+HOOKS: Mapping[type[Event], tuple[str, type[Any]]] = {
+    Start: ("on_start", StartInfo),
+    Step: ("on_step", StepInfo),
+    Evaluation: ("on_evaluate", EvaluationInfo),
+    Checkpoint: ("on_checkpoint", CheckpointInfo),
+    Failure: ("on_failure", FailureInfo),
+    End: ("on_end", EndInfo),
 }
+"""The method of a callback for each kind of event, and the value that it gets."""
 
 
-def _number(value: Any) -> float:
-    """Return a number of an event; JSON carries nan and infinity as text."""
-    if type(value) is float:
-        return value
-    number = to_float(value)
-    return float("nan") if number is None else number
-
-
-def _numbers(values: Mapping[str, Any]) -> Mapping[str, float]:
-    # A copy that cannot be written: the event itself goes on to other listeners.
-    return MappingProxyType({name: _number(value) for name, value in values.items()})
+def callback_value(event: Event, run: RunInfo) -> Any:
+    """Return an event as the value that callbacks see."""
+    _, info = HOOKS[type(event)]
+    values = vars(run) | vars(event)
+    if isinstance(event, Checkpoint):
+        values["path"] = run.run_dir / str(event.path)
+    if isinstance(event, Step | Evaluation):
+        # A copy that cannot be written: the event itself goes on to other listeners.
+        values["metrics"] = MappingProxyType(dict(event.metrics))
+    return info(**{field.name: values[field.name] for field in fields(info)})

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.settings import Config
 from orchestrator.errors import TaskFailed, UserError
 from orchestrator.live.callbacks.callback_values import (
+    HOOKS,
     CheckpointInfo,
     EndInfo,
     EvaluationInfo,
@@ -29,23 +30,13 @@ from orchestrator.live.callbacks.callback_values import (
     StepInfo,
     callback_value,
 )
-from orchestrator.record.files.events import Event
-from orchestrator.record.files.scalars import to_float
+from orchestrator.record.events.kinds import End, Event, Start
 from orchestrator.tasks.named_object import make_named_object
 from orchestrator.tasks.user_code import describe
 
-_HOOKS: Mapping[str, str] = {
-    "start": "on_start",
-    "step": "on_step",
-    "evaluate": "on_evaluate",
-    "checkpoint": "on_checkpoint",
-    "failure": "on_failure",
-    "end": "on_end",
-}
-"""The method of a callback for each kind of event."""
 _MODEL_HOOK = "on_model"
 """The method that no event calls: the loop does, between two steps."""
-_KNOWN_HOOKS = (*_HOOKS.values(), _MODEL_HOOK)
+_KNOWN_HOOKS = (*(hook for hook, _ in HOOKS.values()), _MODEL_HOOK)
 _Method = tuple[str, Callable[..., Any]]
 """A method of a callback, and its name."""
 
@@ -66,7 +57,7 @@ class Request:
     def __post_init__(self) -> None:
         if self.stop is not None and (not isinstance(self.stop, str) or not self.stop.strip()):
             raise UserError(f"Request(stop={self.stop!r}): stop is the reason in words, or None")
-        bad = [name for name, value in self.log.items() if to_float(value) is None]
+        bad = [name for name, value in self.log.items() if not isinstance(value, SupportsFloat)]
         if bad:
             raise UserError(f"Request(log=...): {bad[0]!r} is {self.log[bad[0]]!r}; a number was needed")
 
@@ -153,9 +144,9 @@ class CallbackRunner:
 
     def __init__(self, callbacks: Iterable[Any], raise_errors: bool = False) -> None:
         self.callbacks = list(callbacks)
-        self._methods: dict[str, list[_Method]] = {}
+        self._methods: dict[type[Event], list[_Method]] = {}
         self._model_methods = self._methods_of(_MODEL_HOOK)
-        for kind, hook in _HOOKS.items():
+        for kind, (hook, _) in HOOKS.items():
             methods = self._methods_of(hook)
             if methods:
                 self._methods[kind] = methods
@@ -182,18 +173,19 @@ class CallbackRunner:
         self._write = write
 
     def __call__(self, event: Event) -> None:
-        kind = event["event"]
-        methods = self._methods.get(kind)
+        is_start = isinstance(event, Start)
+        is_end = isinstance(event, End)
+        methods = self._methods.get(type(event))
         # Workers that restart after a failure write another start. An error of a callback in the last
         # moment makes a failure of a run that has ended already.
-        is_repeated = (kind == "start" and self._has_started) or (kind == "end" and self._has_ended)
-        self._has_started |= kind == "start"
-        self._has_ended |= kind == "end"
+        is_repeated = (is_start and self._has_started) or (is_end and self._has_ended)
+        self._has_started |= is_start
+        self._has_ended |= is_end
         if methods is not None and self._run is not None and not is_repeated:
             value = callback_value(event, self._run)
             for name, method in methods:
                 self._call(name, method, value)
-        if kind == "end" and not is_repeated:
+        if is_end and not is_repeated:
             self.report_repeated_errors()
 
     @property

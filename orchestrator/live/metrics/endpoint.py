@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import Event
 from orchestrator.record.live.state import RunState
 
 _PATH = "/metrics"

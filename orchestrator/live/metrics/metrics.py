@@ -5,12 +5,11 @@ Quantities are in base units (seconds, bytes, watts, ratios), and their names en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from orchestrator.record.experts.placements import measurement
-from orchestrator.record.files.scalars import to_float
+from orchestrator.record.events.kinds import DeviceSample
 from orchestrator.record.live.state import RunState
 from orchestrator.types import PHASES
 
@@ -47,11 +46,11 @@ def _count(name: str) -> Callable[[RunState], Iterator[Sample]]:
 
 def _field(event: str, name: str) -> Callable[[RunState], Iterator[Sample]]:
     """Return a reader of a field of the newest event of a kind."""
-    return _one(lambda state: to_float((getattr(state, event) or {}).get(name)))
+    return _one(lambda state: getattr(getattr(state, event), name, None))
 
 
 def _last_step(name: str) -> Callable[[RunState], Iterator[Sample]]:
-    return _one(lambda state: to_float(state.steps[-1].get(name)) if state.steps else None)
+    return _one(lambda state: getattr(state.steps[-1], name) if state.steps else None)
 
 
 def _speed(name: str) -> Callable[[RunState], Iterator[Sample]]:
@@ -64,7 +63,7 @@ def _speed(name: str) -> Callable[[RunState], Iterator[Sample]]:
 
 def _info(state: RunState) -> Iterator[Sample]:
     if state.start is not None:
-        yield tuple((name, str(state.start.get(name) or "")) for name in _INFO), 1.0
+        yield tuple((name, str(getattr(state.start, name) or "")) for name in _INFO), 1.0
 
 
 _INFO = ("version", "task", "strategy", "device", "precision")
@@ -72,7 +71,7 @@ _INFO = ("version", "task", "strategy", "device", "precision")
 
 def _phases(state: RunState) -> Iterator[Sample]:
     for phase in PHASES:
-        seconds = measurement((state.phases or {}).get(phase))
+        seconds = getattr(state.phases, phase, None)
         if seconds is not None:
             yield (("phase", phase),), seconds
 
@@ -107,8 +106,7 @@ def _node(name: str, scale: float = 1.0) -> Callable[[RunState], Iterator[Sample
     """Return a reader of a figure of the main worker's node."""
 
     def read(state: RunState) -> float | None:
-        host = (state.monitor or {}).get("host")
-        value = measurement(host.get(name)) if isinstance(host, Mapping) else None
+        value = getattr(state.monitor.host, name) if state.monitor is not None else None
         return None if value is None else value * scale
 
     return _one(read)
@@ -118,17 +116,16 @@ def _gpus(name: str, scale: float = 1.0) -> Callable[[RunState], Iterator[Sample
     """Return a reader of a figure of each GPU of the main worker's node."""
 
     def samples(state: RunState) -> Iterator[Sample]:
-        devices = (state.monitor or {}).get("devices")
-        for device in devices if isinstance(devices, list) else []:
-            value = measurement(device.get(name)) if isinstance(device, Mapping) else None
+        for device in state.monitor.devices if state.monitor is not None else ():
+            value = getattr(device, name)
             if value is not None:
                 yield _gpu_labels(device), value * scale
 
     return samples
 
 
-def _gpu_labels(device: Mapping[str, Any]) -> Labels:
-    return ("gpu", str(device.get("index"))), ("name", str(device.get("name") or ""))
+def _gpu_labels(device: DeviceSample) -> Labels:
+    return ("gpu", str(device.index)), ("name", device.name or "")
 
 
 _GPU = ("gpu", "name")

@@ -7,6 +7,7 @@ from time import monotonic
 from typing import Any
 
 from orchestrator.live.screen.screen import Screen
+from orchestrator.record.events.kinds import Start
 from orchestrator.redaction import Secrets
 from orchestrator.types import counted
 
@@ -28,7 +29,7 @@ class EvaluationScreen(Screen):
         """Show how many batches are done; ``total`` is None if the data does not tell."""
         if not self._has_bar:
             self._has_bar = True
-            self({"event": "start", "total_steps": total})
+            self(Start(total_steps=total))
         self._state.step = done
         if not self._display.is_live and monotonic() >= self._next_line_s:
             self._next_line_s = monotonic() + _LINE_SECONDS

@@ -8,14 +8,13 @@ A step event only updates numbers; rich's own thread draws them, about eight tim
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.record.experts.expert_changes import parse_change
-from orchestrator.record.files.events import Event
-from orchestrator.record.files.scalars import to_float
+from orchestrator.record.events import kinds
+from orchestrator.record.events.kinds import Event
 from orchestrator.record.summary.speed import RECENT_STEPS, speed_of
 from orchestrator.redaction import Secrets, mask
 from orchestrator.report.draw.display import Display
@@ -25,6 +24,7 @@ from orchestrator.report.draw.text import (
     failure_text,
     oom_text,
     recovery_text,
+    score_texts,
 )
 from orchestrator.types import bytes_text, count_text
 
@@ -42,11 +42,11 @@ class _Speed:
 
     def __init__(self, unit: str = "") -> None:
         self._unit = unit or "tokens"
-        self._steps: deque[Event] = deque(maxlen=RECENT_STEPS)
+        self._steps: deque[kinds.Step] = deque(maxlen=RECENT_STEPS)
 
-    def add(self, event: Event) -> None:
-        if not event.get("warm_up"):
-            self._steps.append(event)
+    def add(self, step: kinds.Step) -> None:
+        if not step.warm_up:
+            self._steps.append(step)
 
     def text(self) -> str:
         # A copy: the drawing thread reads while the training thread appends.
@@ -72,7 +72,7 @@ class _BarState:
     step: int = 0
     total: int | None = None
     loss: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     memory_bytes: float | None = None
     speed: _Speed = field(default_factory=_Speed)
 
@@ -96,23 +96,6 @@ class Screen:
         self.log_every: int | None = None
         """Steps between lines if the output is no terminal, as the user has set them."""
         self._is_recovering = False
-        self._handlers: dict[str, Callable[[Event], None]] = {
-            "start": self._start,
-            "step": self._step,
-            "monitor": self._monitor,
-            "evaluate": self._evaluate,
-            "resume": self._resume,
-            "placement": self._placement,
-            "expert": self._expert,
-            "notice": lambda event: self._line(str(event["message"])),
-            "warning": lambda event: self._warning(f"warning: {event.get('message')}"),
-            "failure": self._failure,
-            "recovery": self._recovery,
-            "compile": self._compile,
-            "cuda_graph": self._cuda_graph,
-            "oom": lambda event: self._warning(oom_text(event)),
-            "end": self._end,
-        }
 
     def banner(self, rows: Sequence[tuple[str, str]], title: str = "") -> None:
         """Show the run that is about to start, as (label, value) rows."""
@@ -124,9 +107,45 @@ class Screen:
         self._line(text)
 
     def __call__(self, event: Event) -> None:
-        handler = self._handlers.get(event["event"])
-        if handler is not None:
-            self._display.guard(lambda: handler(event))
+        self._display.guard(lambda: self._show(event))
+
+    def _show(self, event: Event) -> None:
+        match event:
+            case kinds.Step():
+                self._step(event)
+            case kinds.Start():
+                self._start(event)
+            case kinds.Monitor():
+                self._monitor(event)
+            case kinds.Evaluation():
+                self._evaluate(event)
+            case kinds.Resume():
+                self._resume(event)
+            case kinds.Placement():
+                self._placement(event)
+            case kinds.ExpertChange():
+                style = "yellow" if event.change == "undone" else "dim"
+                self._line(f"step {event.step}  {change_line(event)}", style)
+            case kinds.Notice():
+                self._line(event.message)
+            case kinds.Warned():
+                self._warning(f"warning: {event.message}")
+            case kinds.Failure() if not event.final:  # the caller reports the final failure
+                self._is_recovering = True
+                self._warning(f"{failure_text(event)} ...")
+            case kinds.Recovery():
+                self._is_recovering = False
+                self._warning(recovery_text(event))
+            case kinds.Compile():
+                self._compile(event)
+            case kinds.CudaGraph():
+                self._line(cuda_graph_text(event), style="yellow" if event.status == "failed" else "")
+            case kinds.OutOfMemory():
+                self._warning(oom_text(event))
+            case kinds.End():
+                self._end(event)
+            case _:
+                pass
 
     def close(self) -> None:
         """Leave the bar as it is and release the terminal. May be called again."""
@@ -135,101 +154,67 @@ class Screen:
         if bar is not None:
             bar.stop()
 
-    def _start(self, event: Event) -> None:
+    def _start(self, start: kinds.Start) -> None:
         self.close()  # a run that starts again in this process gets a new bar
-        total = event.get("total_steps")
         self._state = _BarState(
-            step=int(event.get("step") or 0),
-            total=int(total) if total else None,
-            speed=_Speed(str(event.get("unit") or "")),
+            step=start.step or 0, total=start.total_steps or None, speed=_Speed(start.unit or "")
         )
         self._next_line = self._state.step + 1
         if self._display.is_live:
             self._bar = _make_bar(self._display.console, self._state)
             self._bar.start()
 
-    def _step(self, event: Event) -> None:
+    def _step(self, step: kinds.Step) -> None:
         state = self._state
-        state.step = int(event.get("step") or 0)
-        state.loss = to_float(event.get("loss"))
-        metrics = {name: to_float(value) for name, value in (event.get("metrics") or {}).items()}
-        state.metrics = {name: value for name, value in metrics.items() if value is not None}
-        state.speed.add(event)
+        state.step = step.step
+        state.loss = step.loss
+        state.metrics = step.metrics
+        state.speed.add(step)
         is_due = state.step >= self._next_line or state.step == state.total
         if is_due and not self._display.is_live:
             interval = self.log_every or max(1, (state.total or 1000) // NUM_PLAIN_LINES)
             self._next_line = (state.step // interval + 1) * interval
-            epoch = _from_one(event.get("epoch"))
+            epoch = _from_one(step.epoch)
             self._line(f"epoch {epoch}  step {state.step}/{state.total or '?'}  {state.text()}")
 
-    def _monitor(self, event: Event) -> None:
-        memory_of_gpus = [device.get("memory_used") for device in event.get("devices") or ()]
-        known = [memory for memory in memory_of_gpus if memory is not None]
-        self._state.memory_bytes = max(known) if known else (event.get("host") or {}).get("process_memory")
+    def _monitor(self, reading: kinds.Monitor) -> None:
+        known = [device.memory_used for device in reading.devices if device.memory_used is not None]
+        self._state.memory_bytes = max(known, default=reading.host.process_memory)
 
-    def _evaluate(self, event: Event) -> None:
-        numbers = {"validation loss": event.get("loss"), **(event.get("metrics") or {})}
-        parts = [f"epoch {_from_one(event.get('epoch'))}", f"step {event.get('step')}"]
-        parts += [
-            f"{name} {number:.4g}"
-            for name, value in numbers.items()
-            if (number := to_float(value)) is not None
-        ]
-        if event.get("best") is True:
+    def _evaluate(self, evaluation: kinds.Evaluation) -> None:
+        parts = [f"epoch {_from_one(evaluation.epoch)}", f"step {evaluation.step}", *score_texts(evaluation)]
+        if evaluation.best:
             star = "★" if self._display.encoding.startswith("utf") else "*"
             parts.append(f"{star} best")
         self._line("  ".join(parts))
 
-    def _resume(self, event: Event) -> None:
-        for skipped in event.get("skipped") or ():
-            name = PurePath(str(skipped.get("path"))).name
-            self._warning(f"skipped checkpoint {name}: {skipped.get('reason')}")
-        if event.get("weights_only"):
-            self._line(f"started from the weights of {event.get('path')}")
+    def _resume(self, resume: kinds.Resume) -> None:
+        for skipped in resume.skipped:
+            name = PurePath(str(skipped.path)).name
+            self._warning(f"skipped checkpoint {name}: {skipped.reason}")
+        if resume.weights_only:
+            self._line(f"started from the weights of {resume.path}")
         # The recovery event says more; a group that grows has one without a failure before it. Without a
         # path there was no checkpoint: --resume auto has begun a new run.
-        elif not self._is_recovering and event.get("source") != "memory" and event.get("path"):
-            self._warning(f"resumed at step {event.get('step')} from {event.get('path')}")
+        elif not self._is_recovering and resume.source != "memory" and resume.path:
+            self._warning(f"resumed at step {resume.step} from {resume.path}")
 
-    def _placement(self, event: Event) -> None:
-        is_unchanged = self._is_recovering and "(as before)" in str(event.get("sentence"))
-        if event.get("sentence") and not is_unchanged:
-            self._line(str(event["sentence"]), style="dim")
+    def _placement(self, placement: kinds.Placement) -> None:
+        is_unchanged = self._is_recovering and "(as before)" in placement.sentence
+        if placement.sentence and not is_unchanged:
+            self._line(placement.sentence, style="dim")
 
-    def _expert(self, event: Event) -> None:
-        change = parse_change(event)
-        if change is not None:
-            style = "yellow" if change.kind == "undone" else "dim"
-            self._line(f"step {change.step}  {change_line(change)}", style)
-
-    def _failure(self, event: Event) -> None:
-        if event.get("final"):  # the caller reports the final failure
-            return
-        self._is_recovering = True
-        self._warning(f"{failure_text(event)} ...")
-
-    def _recovery(self, event: Event) -> None:
-        self._is_recovering = False
-        self._warning(recovery_text(event))
-
-    def _compile(self, event: Event) -> None:
-        if event.get("status") == "failed":
-            self._warning(f"compilation failed, continuing without it: {event.get('detail')}")
+    def _compile(self, event: kinds.Compile) -> None:
+        if event.status == "failed":
+            self._warning(f"compilation failed, continuing without it: {event.detail}")
         else:
-            self._line(f"compiled in {to_float(event.get('seconds')) or 0.0:.1f} s ({event.get('detail')})")
+            self._line(f"compiled in {event.seconds or 0.0:.1f} s ({event.detail})")
 
-    def _cuda_graph(self, event: Event) -> None:
-        text = cuda_graph_text(event)
-        if event.get("status") == "failed":
-            self._warning(text)
-        else:
-            self._line(text)
-
-    def _end(self, event: Event) -> None:
+    def _end(self, end: kinds.End) -> None:
         self.close()
         # Else the summary of the whole run says how it ended.
-        if str(event.get("reason")).startswith("nothing left to do"):
-            self._line(str(event["reason"]))
+        if end.reason.startswith("nothing left to do"):
+            self._line(end.reason)
 
     def _warning(self, text: str) -> None:
         self._line(text, style="yellow")
@@ -285,6 +270,6 @@ def _make_bar(console: Console, state: _BarState) -> Progress:
     return bar
 
 
-def _from_one(epoch: object) -> object:
+def _from_one(epoch: int | None) -> int | None:
     """Return an epoch as people count it: events count from 0, people from 1."""
-    return epoch + 1 if isinstance(epoch, int) else epoch
+    return None if epoch is None else epoch + 1

@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from orchestrator.live.trackers.scalars import scalars
 from orchestrator.live.trackers.tracker_backends import Tracker, TrackerFactory, find_factories
-from orchestrator.record.files.events import Event
-from orchestrator.record.files.scalars import scalars
+from orchestrator.record.events.kinds import Event, Start, Step
 
 MAX_ERRORS = 3  # in a row, before a tracker is switched off
 _STEP_INTERVAL_S = 0.1  # between steps that reach the trackers
@@ -62,24 +62,23 @@ class TrackerThread:
         return {worker.name: worker.dropped for worker in self._workers}
 
     def __call__(self, event: Event) -> None:
-        if event["event"] == "step" and not self._is_due(event):
+        if isinstance(event, Step) and not self._is_due(event.time):
             return
         values = scalars(event)
         if values:
-            step = int(event.get("step") or 0)
+            step = event.step or 0
             self._put(lambda tracker: tracker.log(step, values))
-        if event["event"] == "start":
-            facts = [f"{name}: {value}" for name, value in event.items() if name != "event"]
+        if isinstance(event, Start):
+            facts = [f"{name}: {value}" for name, value in vars(event).items() if value not in (None, ())]
             self.text("start", "\n".join(facts))
         self._deliver_warnings()
 
-    def _is_due(self, event: Event) -> bool:
+    def _is_due(self, now: float | None) -> bool:
         """Return whether a step reaches the trackers.
 
         Short steps are thinned out, since a tracker's thread takes the interpreter from the
         training thread. The event log has all steps.
         """
-        now = event.get("time")
         if now is None or not 0 <= now - self._last_step_time < _STEP_INTERVAL_S:
             self._last_step_time = now or 0.0
             return True

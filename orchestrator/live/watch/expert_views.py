@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.live.watch.glyphs import EMPTY, FULL, MARK, SHADES
 from orchestrator.live.watch.lines import LABEL_WIDTH, Part, label_line
-from orchestrator.record.experts.placements import RecordedPlacement, measurement
+from orchestrator.record.experts.placements import RecordedPlacement
 from orchestrator.record.live.expert_use import LayerUse
 from orchestrator.record.live.state import RunState
 from orchestrator.types import bytes_text, counted, seconds_text
@@ -68,14 +68,13 @@ def _held_text(placement: RecordedPlacement, index: int) -> str:
 
 def exchange(state: RunState) -> list[Text]:
     """Return the token exchange of a step; empty if there is none."""
-    event = state.exchange or {}
-    seconds = measurement(event.get("seconds"))
-    if seconds is None:
+    exchanged = state.exchange
+    if exchanged is None or exchanged.seconds is None:
         return []
+    seconds = exchanged.seconds
     speed = state.speed()
     share = f" ({seconds / speed.mean_step_s:.0%} of it)" if speed else ""
-    size = measurement(event.get("bytes"))
-    sent = "" if size is None else f", {bytes_text(size)} to other hosts"
+    sent = "" if exchanged.bytes is None else f", {bytes_text(exchanged.bytes)} to other hosts"
     return [label_line("exchange", f"{seconds_text(seconds)} of waiting per step{share}{sent}")]
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from orchestrator.live.watch.glyphs import bar, curve
 from orchestrator.live.watch.lines import LABEL_WIDTH, label_line, line, spread
-from orchestrator.record.experts.placements import measurement
-from orchestrator.record.files.scalars import to_float
+from orchestrator.record.events.kinds import DeviceSample, HostSample, Start
 from orchestrator.record.live.state import RunState
 from orchestrator.record.summary.speed import RECENT_STEPS
 from orchestrator.types import PHASES, bytes_text, count_text, counted, seconds_text, speed_text
@@ -35,22 +34,20 @@ def head(state: RunState, name: str, width: int, now: float) -> list[Text]:
     if state.start is not None:
         lines.append(line((" · ".join(_constants(state, state.start)), "dim")))
     if state.end is not None:
-        lines.append(line((str(state.end["reason"]), style)))
+        lines.append(line((state.end.reason, style)))
     return lines
 
 
-def _constants(state: RunState, start: Mapping[str, Any]) -> Iterator[str]:
-    yield str(start.get("task"))
-    yield str(start.get("strategy")).replace("_", " ")
+def _constants(state: RunState, start: Start) -> Iterator[str]:
+    yield str(start.task)
+    yield str(start.strategy).replace("_", " ")
     if state.workers is not None:
         yield counted(state.workers, "worker")
-    yield from (str(start[name]) for name in ("device", "precision") if start.get(name))
-    batch = to_float(start.get("global_batch_size"))
-    if batch is not None:
-        yield f"batch {batch:g}"
-    parameters = to_float(start.get("parameters"))
-    if parameters is not None:
-        yield f"{count_text(parameters)} parameters"
+    yield from (fact for fact in (start.device, start.precision) if fact)
+    if start.global_batch_size is not None:
+        yield f"batch {start.global_batch_size:g}"
+    if start.parameters is not None:
+        yield f"{count_text(start.parameters)} parameters"
 
 
 def progress(state: RunState, width: int, now: float) -> Text:
@@ -78,9 +75,9 @@ def losses(state: RunState, width: int) -> Text:
     evaluation = state.evaluation
     validation = ""
     if evaluation is not None:
-        best = " ★" if evaluation.get("best") is True else ""
-        loss = to_float(evaluation["loss"])
-        validation = f"  validation {loss:.4g} at step {evaluation['step']:,}{best}"
+        best = " ★" if evaluation.best else ""
+        loss = "–" if evaluation.loss is None else f"{evaluation.loss:.4g}"
+        validation = f"  validation {loss} at step {evaluation.step:,}{best}"
     num_points = min(_MAX_CURVE, width - LABEL_WIDTH - len(shown) - len(validation) - 2)
     points = curve(state.losses.means(max(0, num_points)))
     return label_line("loss", (shown, "bold"), "  ", (points, "cyan"), validation)
@@ -91,7 +88,7 @@ def speed(state: RunState) -> Text | None:
     measured = state.speed()
     if measured is None:
         return None
-    unit = str((state.start or {}).get("unit") or "tokens")
+    unit = (state.start.unit if state.start is not None else None) or "tokens"
     rates = [f"{speed_text(measured.samples)} samples/s"]
     if measured.units != measured.samples:
         rates.insert(0, f"{speed_text(measured.units)} {unit}/s")
@@ -122,60 +119,51 @@ def _plural(name: str) -> str:
 
 def machine(state: RunState, width: int) -> list[Text]:
     """Return the load of the main worker's node and of its GPUs."""
-    monitor = state.monitor or {}
-    host = monitor.get("host")
-    lines: list[Text] = []
-    if isinstance(host, Mapping):
-        cpu = measurement(host.get("cpu_percent"))
-        texts = [
-            "" if cpu is None else f"CPU {cpu:.0f}%",
-            _of_memory(host, "memory"),
-            _bytes_of(host, "process_memory", "this process "),
-        ]
-        lines.append(label_line("node", ", ".join(text for text in texts if text)))
-    devices = monitor.get("devices")
-    known = [device for device in devices if isinstance(device, Mapping)] if isinstance(devices, list) else []
-    lines += [_gpu(device, width) for device in known[:_MAX_GPUS]]
-    if len(known) > _MAX_GPUS:
-        lines.append(label_line("", (f"{len(known) - _MAX_GPUS} more GPUs", "dim")))
+    if state.monitor is None:
+        return []
+    host = state.monitor.host
+    texts = [
+        "" if host.cpu_percent is None else f"CPU {host.cpu_percent:.0f}%",
+        _memory_text(host),
+        "" if host.process_memory is None else f"this process {bytes_text(host.process_memory)}",
+    ]
+    lines = [label_line("node", ", ".join(text for text in texts if text))]
+    devices = state.monitor.devices
+    lines += [_gpu(device, width) for device in devices[:_MAX_GPUS]]
+    if len(devices) > _MAX_GPUS:
+        lines.append(label_line("", (f"{len(devices) - _MAX_GPUS} more GPUs", "dim")))
     return lines
 
 
-def _gpu(device: Mapping[str, Any], width: int) -> Text:
-    used = measurement(device.get("utilization"))
-    power = measurement(device.get("power"))
-    temperature = measurement(device.get("temperature"))
+def _gpu(device: DeviceSample, width: int) -> Text:
+    used = device.utilization
     texts = [
         "" if used is None else f"{used:.0f}% busy",
-        _of_memory(device, "memory"),
-        "" if power is None else f"{power:.0f} W",
-        "" if temperature is None else f"{temperature:.0f} °C",
+        _memory_text(device),
+        "" if device.power is None else f"{device.power:.0f} W",
+        "" if device.temperature is None else f"{device.temperature:.0f} °C",
     ]
     facts = ", ".join(text for text in texts if text)
     bar_width = min(_MAX_BAR // 3, width - LABEL_WIDTH - len(facts) - 1)
     shown_bar = "" if used is None or bar_width < _MIN_BAR else bar(used / 100, bar_width) + " "
-    return label_line(f"gpu {device.get('index')}", (shown_bar, "cyan"), facts)
+    return label_line(f"gpu {device.index}", (shown_bar, "cyan"), facts)
 
 
-def _of_memory(fields: Mapping[str, Any], name: str) -> str:
-    total = measurement(fields.get(f"{name}_total"))
-    used = _bytes_of(fields, f"{name}_used", f"{name} ")
-    return used if not used or total is None else f"{used} of {bytes_text(total)}"
-
-
-def _bytes_of(fields: Mapping[str, Any], name: str, prefix: str) -> str:
-    value = measurement(fields.get(name))
-    return "" if value is None else f"{prefix}{bytes_text(value)}"
+def _memory_text(sample: HostSample | DeviceSample) -> str:
+    if sample.memory_used is None:
+        return ""
+    total = "" if sample.memory_total is None else f" of {bytes_text(sample.memory_total)}"
+    return f"memory {bytes_text(sample.memory_used)}{total}"
 
 
 def step_phases(state: RunState, width: int) -> list[Text]:
     """Return the share of each phase in the time of a step, as bars."""
-    phases = state.phases or {}
-    total = measurement(phases.get("total"))
-    if not total:
+    phases = state.phases
+    if phases is None or not phases.total:
         return []
-    seconds = {name: value for name in PHASES if (value := measurement(phases.get(name))) is not None}
-    lines = [label_line("a step", f"{seconds_text(total)} at step {phases['step']:,}")]
+    total = phases.total
+    seconds = {name: value for name in PHASES if (value := getattr(phases, name)) is not None}
+    lines = [label_line("a step", f"{seconds_text(total)} at step {phases.step:,}")]
     bar_width = max(_MIN_BAR, min(_MAX_BAR, width - LABEL_WIDTH - _PHASE_FACTS))
     for name, value in seconds.items():
         figures = f" {value / total:4.0%}  {seconds_text(value)}"

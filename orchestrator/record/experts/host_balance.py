@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.record.experts.expert_changes import as_ids
+from orchestrator.record.events.kinds import Event, Exchange, Load
 from orchestrator.record.experts.placements import (
     RecordedPlacement,
     Rows,
     Wait,
-    as_list,
-    measurement,
     placement_at,
     placement_spans,
 )
-from orchestrator.record.files.events import Event
 
 Counts = list[dict[int, float]]
 """Tokens by layer and expert id."""
@@ -35,10 +32,10 @@ class SettledLoads:
     """
 
     placement: RecordedPlacement
-    loads: list[tuple[RecordedPlacement, Event]]
+    loads: list[tuple[RecordedPlacement, Load]]
 
 
-def settled_loads(events: Sequence[Event], loads: Iterable[Event]) -> SettledLoads | None:
+def settled_loads(events: Sequence[Event], loads: Iterable[Load]) -> SettledLoads | None:
     """Return the loads under the last placement; None without one."""
     spans = placement_spans(events)
     last = spans[-1][1] if spans else None
@@ -47,13 +44,13 @@ def settled_loads(events: Sequence[Event], loads: Iterable[Event]) -> SettledLoa
     counted = [
         (placement, event)
         for event in loads
-        if (placement := placement_at(spans, event["step"])) is not None
+        if (placement := placement_at(spans, event.step)) is not None
         and placement.placed_step == last.placed_step
     ]
     return SettledLoads(last, counted[len(counted) // 2 :])
 
 
-def settled_imbalance(events: Sequence[Event], loads: Iterable[Event]) -> float | None:
+def settled_imbalance(events: Sequence[Event], loads: Iterable[Load]) -> float | None:
     """Return the imbalance in summary and report: from the slowest hosts of each step, over the
     settled loads."""
     settled = settled_loads(events, loads)
@@ -74,16 +71,14 @@ def imbalance(waits: Iterable[Wait]) -> float | None:
     return slowest / mean if mean else None
 
 
-def token_counts(event: Event) -> Counts:
-    """Return the counts of a load event by layer and expert id; empty if it holds something else."""
-    ids_by_layer = as_list(event.get("ids"))
+def token_counts(event: Load) -> Counts:
+    """Return the counts of a load event by layer and expert id."""
     counts: Counts = []
-    for index, layer in enumerate(as_list(event.get("loads"))):
-        numbers = [measurement(count) or 0.0 for count in as_list(layer)]
-        ids = as_ids(ids_by_layer[index]) if index < len(ids_by_layer) else ()
+    for index, layer in enumerate(event.loads):
+        ids = event.ids[index] if index < len(event.ids) else ()
         # Without ids the experts are the initial ones.
-        known = ids if len(set(ids)) == len(numbers) else range(len(numbers))
-        counts.append(dict(zip(known, numbers, strict=True)))
+        known = ids if len(set(ids)) == len(layer) else range(len(layer))
+        counts.append({expert: number or 0.0 for expert, number in zip(known, layer, strict=True)})
     return counts
 
 
@@ -107,12 +102,10 @@ def num_tokens(rows: Rows) -> float:
     return sum(sum(layer.values()) for layer in rows)
 
 
-def mean_per_step(events: Iterable[Event], name: str) -> float | None:
+def mean_per_step(exchanges: Iterable[Exchange], name: str) -> float | None:
     """Return the mean of a per-step figure, weighted by each event's steps; None if no event has it."""
     weighted = [
-        (value, measurement(event.get("steps")) or 1.0)
-        for event in events
-        if (value := measurement(event.get(name))) is not None
+        (value, event.steps or 1.0) for event in exchanges if (value := getattr(event, name)) is not None
     ]
     num_steps = sum(weight for _, weight in weighted)
     return sum(value * weight for value, weight in weighted) / num_steps if num_steps else None

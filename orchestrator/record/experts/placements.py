@@ -5,26 +5,18 @@ time. The unit of time is arbitrary, since times are only compared with each oth
 all work over all speed: the time if all hosts finished together. The copies of an expert share its
 rows, equally unless the events say otherwise.
 
-The events may have any shape: an expert with an unknown host counts for no host, and speeds count
-as equal unless all of them are known.
+An expert with an unknown host counts for no host, and speeds count as equal unless all of them are known.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-from orchestrator.record.experts.expert_changes import ExpertChange, as_ids, parse_change
+from orchestrator.record.events.kinds import Event, ExpertChange, PlacedHost, PlacedLayer, Placement, Start
 from orchestrator.record.experts.expert_graph import recorded_sizes
-from orchestrator.record.files.events import Event, of_kind
-from orchestrator.record.files.scalars import to_float
 from orchestrator.strategies import recorded_strategy
-
-MAX_MEASUREMENT = 1e100
-"""Larger numbers are no measurements, and their products would overflow."""
 
 Rows = Sequence[Mapping[int, float]]
 """Counts by layer and expert id."""
@@ -37,15 +29,10 @@ Sizes = Mapping[tuple[int, int], float]
 
 
 @dataclass(frozen=True)
-class RecordedHost:
-    """A host as a placement event describes it."""
+class RecordedHost(PlacedHost):
+    """A host whose rank is known: without one in the event it is the place in the list."""
 
-    rank: int
-    node: str = ""
-    device: str = ""
-    name: str = ""
-    speed: float | None = None
-    memory: float | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,23 +140,21 @@ Span = tuple[int, RecordedPlacement | None]
 parallelism."""
 
 
-def parse_placement(event: Event) -> RecordedPlacement | None:
+def recorded_placement(event: Placement) -> RecordedPlacement | None:
     """Return the placement of an event; None if it names no host."""
-    hosts = tuple(
-        _parse_host(index, host)
-        for index, host in enumerate(as_list(event.get("hosts")))
-        if isinstance(host, Mapping)
-    )
-    if not hosts:
+    if not event.hosts:
         return None
-    layers = [layer if isinstance(layer, Mapping) else {} for layer in as_list(event.get("layers"))]
-    step = int(measurement(event.get("step")) or 0)
+    hosts = tuple(
+        RecordedHost(**vars(host) | {"rank": index if host.rank is None else host.rank})
+        for index, host in enumerate(event.hosts)
+    )
+    step = event.step or 0
     return RecordedPlacement(
         step=step,
         hosts=hosts,
-        layers=tuple(_parse_layer(layer, hosts) for layer in layers),
-        method=str(event.get("method") or ""),
-        sentence=str(event.get("sentence") or ""),
+        layers=tuple(_recorded_layer(layer, hosts) for layer in event.layers),
+        method=event.method,
+        sentence=event.sentence,
         placed_step=step,
     )
 
@@ -182,23 +167,23 @@ def placement_spans(events: Sequence[Event]) -> list[Span]:
     """
     spans: list[Span] = []
     # Only a run on expert hosts needs the sizes, and a long one has many graphs.
-    sizes = recorded_sizes(events) if of_kind(events, "placement") else {}
+    sizes = recorded_sizes(events) if any(isinstance(event, Placement) for event in events) else {}
     before_change: dict[int, RecordedPlacement] = {}
     for event in events:
-        step = int(measurement(event.get("step")) or 0)
+        step = event.step or 0
         current = spans[-1][1] if spans else None
-        if event["event"] == "placement" and (placement := parse_placement(event)) is not None:
+        if isinstance(event, Placement) and (placement := recorded_placement(event)) is not None:
             spans = _replaced(spans, step, placement)
-        elif event["event"] == "start" and not _may_divide_experts(event.get("strategy")):
+        elif isinstance(event, Start) and not _may_divide_experts(event.strategy):
             spans = _replaced(spans, step, None)
-        elif event["event"] == "expert" and current is not None and (change := parse_change(event)):
-            undo = before_change.pop(change.layer, None) if change.kind == "undone" else None
-            before_change[change.layer] = current
-            spans = _replaced(spans, step, undo or _changed(current, change, sizes))
+        elif isinstance(event, ExpertChange) and current is not None:
+            undo = before_change.pop(event.layer, None) if event.change == "undone" else None
+            before_change[event.layer] = current
+            spans = _replaced(spans, step, undo or _changed(current, event, sizes))
     return spans
 
 
-def _may_divide_experts(strategy: object) -> bool:
+def _may_divide_experts(strategy: str | None) -> bool:
     """Return whether a recorded start may be of expert hosts: an early record has no strategy."""
     facts = recorded_strategy(strategy)
     return strategy is None or (facts is not None and facts.divides_experts)
@@ -211,17 +196,6 @@ def placement_at(spans: Sequence[Span], step: int) -> RecordedPlacement | None:
     if before:
         return before[-1]
     return spans[0][1] if spans else None
-
-
-def measurement(value: Any) -> float | None:
-    """Return the count or measurement in a field of an event; None for a value that cannot be one."""
-    number = to_float(value)
-    is_plausible = number is not None and math.isfinite(number) and 0 <= number < MAX_MEASUREMENT
-    return number if is_plausible else None
-
-
-def as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _replaced(spans: list[Span], step: int, placement: RecordedPlacement | None) -> list[Span]:
@@ -237,8 +211,7 @@ def _changed(placement: RecordedPlacement, change: ExpertChange, sizes: Sizes) -
     has_splits = len(change.splits) == len(change.hosts)
     splits = change.splits if has_splits else ((),) * len(change.hosts)
     copies = [
-        _parse_copies(ranks, split, placement.hosts)
-        for ranks, split in zip(change.hosts, splits, strict=True)
+        _copies(ranks, split, placement.hosts) for ranks, split in zip(change.hosts, splits, strict=True)
     ]
     layers = list(placement.layers)
     layers[change.layer] = _changed_layer(layers[change.layer], change, copies, sizes)
@@ -257,13 +230,13 @@ def _changed_layer(
     old_copies = zip(layer.hosts, layer.shares, strict=True)
     rows = dict(zip(layer.ids, zip(old_copies, layer.row_costs, strict=True), strict=True))
     copies_of = dict(zip(change.ids, copies, strict=False))
-    if change.kind in ("born", "merged"):
+    if change.change in ("born", "merged"):
         for expert in change.ids:
             rows[expert] = (copies_of.get(expert, ((), ())), _new_cost(layer, change, expert, sizes))
     else:
         for expert in set(copies_of) & set(rows):
             rows[expert] = (copies_of[expert], rows[expert][1])
-    removed = {"merged": change.parents, "pruned": change.ids}.get(change.kind, ())
+    removed = {"merged": change.parents, "pruned": change.ids}.get(change.change, ())
     kept = {expert: row for expert, row in rows.items() if expert not in removed}
     return RecordedLayer(
         name=layer.name,
@@ -288,27 +261,13 @@ def _new_cost(layer: RecordedLayer, change: ExpertChange, expert: int, sizes: Si
     return sum(costs) / len(costs)
 
 
-def _parse_host(index: int, fields: Mapping[str, Any]) -> RecordedHost:
-    rank = measurement(fields.get("rank"))
-    return RecordedHost(
-        rank=index if rank is None else int(rank),
-        node=str(fields.get("node") or ""),
-        device=str(fields.get("device") or ""),
-        name=str(fields.get("name") or ""),
-        speed=measurement(fields.get("speed")),
-        memory=measurement(fields.get("memory")),
-    )
-
-
-def _parse_layer(fields: Mapping[str, Any], hosts: Sequence[RecordedHost]) -> RecordedLayer:
-    ranks_of = [rank if isinstance(rank, list) else [rank] for rank in as_list(fields.get("host_of"))]
-    splits = [as_list(split) for split in as_list(fields.get("splits"))]
-    splits += [[]] * (len(ranks_of) - len(splits))
-    copies = [_parse_copies(ranks, split, hosts) for ranks, split in zip(ranks_of, splits, strict=False)]
-    num_experts = len(copies)
-    work = _positive(fields.get("costs"), num_experts)
-    row_costs = _positive(fields.get("sizes"), num_experts) or work or (1.0,) * num_experts
-    predicted_times = tuple(measurement(value) or 0.0 for value in as_list(fields.get("seconds")))
+def _recorded_layer(layer: PlacedLayer, hosts: Sequence[RecordedHost]) -> RecordedLayer:
+    num_experts = len(layer.host_of)
+    splits = [*layer.splits, *[()] * (num_experts - len(layer.splits))]
+    copies = [_copies(ranks, split, hosts) for ranks, split in zip(layer.host_of, splits, strict=False)]
+    work = _positive(layer.costs, num_experts)
+    row_costs = _positive(layer.sizes, num_experts) or work or (1.0,) * num_experts
+    predicted_times = layer.seconds
     if len(predicted_times) != len(hosts) or not any(predicted_times):
         # Without seconds the predicted work is the prediction, and without that the size of the
         # experts.
@@ -317,10 +276,9 @@ def _parse_layer(fields: Mapping[str, Any], hosts: Sequence[RecordedHost]) -> Re
             for host, share in zip(held, shares, strict=True):
                 host_work[host] += expert_work * share
         predicted_times = tuple(each / speed for each, speed in zip(host_work, _speeds(hosts), strict=True))
-    ids = as_ids(fields.get("ids"))
     return RecordedLayer(
-        name=str(fields.get("name") or ""),
-        ids=ids if len(set(ids)) == num_experts else tuple(range(num_experts)),
+        name=layer.name,
+        ids=layer.ids if len(set(layer.ids)) == num_experts else tuple(range(num_experts)),
         hosts=tuple(held for held, _ in copies),
         shares=tuple(shares for _, shares in copies),
         row_costs=row_costs,
@@ -328,26 +286,23 @@ def _parse_layer(fields: Mapping[str, Any], hosts: Sequence[RecordedHost]) -> Re
     )
 
 
-def _parse_copies(ranks: Sequence[Any], split: Sequence[Any], hosts: Sequence[RecordedHost]) -> Copies:
+def _copies(ranks: Sequence[int | None], split: Sequence[float], hosts: Sequence[RecordedHost]) -> Copies:
     """Return the known hosts of an expert's copies, with equal shares unless the split is whole."""
     index_of_rank = {host.rank: index for index, host in enumerate(hosts)}
-    parts = [measurement(part) or 0.0 for part in split]
-    if len(parts) != len(ranks) or not sum(parts):
-        parts = [1.0] * len(ranks)
-    share_of: dict[int, float] = {}
-    for rank, part in zip(ranks, parts, strict=True):
-        number = measurement(rank)
-        if number is not None and int(number) in index_of_rank:
-            share_of[index_of_rank[int(number)]] = part / sum(parts)
+    is_whole = len(split) == len(ranks) and sum(split) > 0
+    parts = split if is_whole else [1.0] * len(ranks)
+    share_of = {
+        index_of_rank[rank]: part / sum(parts)
+        for rank, part in zip(ranks, parts, strict=True)
+        if rank is not None and rank in index_of_rank
+    }
     return tuple(sorted(share_of)), tuple(share_of[host] for host in sorted(share_of))
 
 
-def _positive(values: Any, count: int) -> tuple[float, ...] | None:
+def _positive(values: Sequence[float], num_experts: int) -> tuple[float, ...] | None:
     """Return a positive number for each expert; None unless all are known: known and guessed sizes
     do not compare."""
-    numbers = [measurement(value) for value in as_list(values)]
-    known = tuple(value for value in numbers if value)
-    return known if count and len(known) == len(numbers) == count else None
+    return tuple(values) if num_experts and len(values) == num_experts and all(values) else None
 
 
 def _speeds(hosts: Sequence[RecordedHost]) -> tuple[float, ...]:

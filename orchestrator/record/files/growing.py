@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from orchestrator.record.files.events import PositionedEvent, parse_lines, whole_line_bytes
+from orchestrator.record.files.reading import PositionedEvent, parse_lines, whole_line_bytes
 from orchestrator.storage.folder import RemoteFolder
 
 

@@ -32,7 +32,9 @@ from typing import Any
 from orchestrator.config.metric import Criterion
 from orchestrator.config.sweep.objective import THROUGHPUT, VALIDATION_LOSS, read_objective
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import Event, EventLog, of_kind, read_events
+from orchestrator.record.events.kinds import JsonEvent
+from orchestrator.record.files.event_log import EventLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.redaction import Secrets
 
 LEDGER = "sweep.jsonl"
@@ -135,7 +137,7 @@ class SweepRecord:
     """A sweep as its ledger describes it."""
 
     folder: Path
-    header: Event
+    header: JsonEvent
     rows: tuple[TrialRow, ...]
 
     @property
@@ -198,7 +200,7 @@ def holds_sweep(folder: Path) -> bool:
     return bool(of_kind(read_events(folder / LEDGER), "sweep"))
 
 
-def parse_trial(event: Event) -> TrialRow | None:
+def parse_trial(event: JsonEvent) -> TrialRow | None:
     """Return the trial of an event; None if it is none.
 
     Unknown fields and values of the wrong type are left out: a damaged figure is no figure.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import JsonEvent
 
 Emit = Callable[..., None]
 """Writes an event: its kind, then its fields as keywords."""
@@ -16,7 +16,7 @@ class Log(Protocol):
 
     def write(self, event: str, **fields: Any) -> None: ...
 
-    def write_all(self, events: Iterable[Event]) -> None: ...
+    def write_all(self, events: Iterable[JsonEvent]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -27,7 +27,7 @@ class SilentLog:
     def write(self, event: str, **fields: Any) -> None:
         pass
 
-    def write_all(self, events: Iterable[Event]) -> None:
+    def write_all(self, events: Iterable[JsonEvent]) -> None:
         pass
 
     def close(self) -> None:

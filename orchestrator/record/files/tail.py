@@ -10,16 +10,10 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.record.files.events import (
-    START,
-    Event,
-    Extent,
-    Listener,
-    driver_path,
-    driver_position,
-    merge_events,
-)
+from orchestrator.record.events.kinds import End, Event, JsonEvent, Start, decode_event
+from orchestrator.record.files.event_log import Listener
 from orchestrator.record.files.growing import GrowingFile, LocalFile, RemoteFile, new_events
+from orchestrator.record.files.reading import START, Extent, driver_path, driver_position, merge_events
 from orchestrator.storage.folder import RemoteFolder
 
 MAX_BYTES = 2**23
@@ -49,7 +43,7 @@ class Follower:
         self._listeners = tuple(listeners)
         self._workers = _growing_file(path, begin.workers, remote)
         self._driver = _growing_file(driver_path(path), begin.driver, remote)
-        self._waiting: list[Event] = []
+        self._waiting: list[JsonEvent] = []
         """Events of the driver that follow lines of the workers which are not visible yet."""
         self._failed: set[int] = set()
         self._is_behind = False
@@ -79,17 +73,19 @@ class Follower:
         driver_events, _ = new_events(self._driver)
         worker_events, self._is_behind = new_events(self._workers, MAX_BYTES)
         self._waiting += [event for _, event in driver_events]
-        due: list[Event] = []
+        due: list[JsonEvent] = []
         while self._waiting and (is_last or driver_position(self._waiting[0]) <= self._workers.offset):
             due.append(self._waiting.pop(0))
         events = merge_events(worker_events, due)
-        for event in events:
-            self._pass_on(event)
+        for content in events:
+            event = decode_event(content)
+            if event is not None:
+                self._pass_on(event)
         return len(events)
 
     def _pass_on(self, event: Event) -> None:
-        if event["event"] in ("start", "end"):
-            self.finished = event["event"] == "end"
+        if isinstance(event, Start | End):
+            self.finished = isinstance(event, End)
         for index, listener in enumerate(self._listeners):
             try:
                 listener(event)
@@ -101,7 +97,7 @@ class Follower:
                     _logger.warning(
                         "%s could not process the event %r (%s: %s); the run continues",
                         getattr(listener, "__name__", type(listener).__name__),
-                        event["event"],
+                        event.EVENT,
                         type(error).__name__,
                         error,
                     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from orchestrator.record.events.kinds import Event, ExpertGraph, Load, Placement, Start
 from orchestrator.record.experts.host_balance import even_ratios, imbalance, token_counts
 from orchestrator.record.experts.placements import RecordedPlacement, placement_spans
-from orchestrator.record.files.events import Event
 
 RECENT_LOADS = 10
 """Load events, of ``log_every`` steps each, that the figures are of."""
@@ -19,7 +19,7 @@ class ExpertUse:
     """The last loads, each with the placement that it was counted under."""
 
     def __init__(self) -> None:
-        self._loads: deque[tuple[RecordedPlacement | None, Event]] = deque(maxlen=RECENT_LOADS)
+        self._loads: deque[tuple[RecordedPlacement | None, Load]] = deque(maxlen=RECENT_LOADS)
         self._structure: list[Event] = []
         """The newest placement or start, and the changes of experts since then."""
         self._placement: RecordedPlacement | None = None
@@ -27,22 +27,22 @@ class ExpertUse:
 
     def add_structure(self, event: Event) -> None:
         """Take an event that places or changes experts."""
-        if event["event"] in ("start", "placement"):
+        if isinstance(event, Start | Placement):
             self._structure = [event]
         # The newest graph has the sizes of all experts; only a run on hosts needs them.
-        elif event["event"] == "expert_graph":
-            kept = [old for old in self._structure if old["event"] != "expert_graph"]
+        elif isinstance(event, ExpertGraph):
+            kept = [old for old in self._structure if not isinstance(old, ExpertGraph)]
             self._structure = [*kept, event] if self._has_placement() else kept
         elif self._has_placement():
             self._structure.append(event)
         self._is_changed = True
 
-    def add_load(self, event: Event) -> None:
+    def add_load(self, event: Load) -> None:
         self._loads.append((self.placement, event))
 
     def cut(self, step: int) -> None:
         """Forget the loads past a step: they are repeated."""
-        kept = [entry for entry in self._loads if entry[1]["step"] <= step]
+        kept = [entry for entry in self._loads if entry[1].step <= step]
         self._loads = deque(kept, maxlen=RECENT_LOADS)
 
     @property
@@ -87,4 +87,4 @@ class ExpertUse:
         return imbalance(waits)
 
     def _has_placement(self) -> bool:
-        return bool(self._structure) and self._structure[0]["event"] == "placement"
+        return bool(self._structure) and isinstance(self._structure[0], Placement)

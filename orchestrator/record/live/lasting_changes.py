@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from orchestrator.record.experts.expert_changes import KINDS, ExpertChange, change_counts
+from orchestrator.record.events.kinds import ExpertChange
+from orchestrator.record.experts.expert_changes import KINDS, change_counts
 
 MAX_RECENT = 1000
 """Changes that a restart may still discard or repeat. Older ones are kept as counts alone."""

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from orchestrator.record.machine.nvml import DeviceSample, NvmlGpus
+from orchestrator.record.events.kinds import DeviceSample, HostSample
+from orchestrator.record.machine.nvml import NvmlGpus
 from orchestrator.types import bytes_text
 
 REARM_BELOW = 0.05
@@ -24,19 +25,6 @@ REARM_BELOW = 0.05
 
 MIN_CPU_SECONDS = 0.1
 """Clock ticks are 10 ms, so the CPU use of a shorter span means nothing."""
-
-
-@dataclass(frozen=True)
-class HostSample:
-    """Use of the machine (percent, bytes); its memory is counted within the limits of the container.
-
-    ``process_memory`` is the resident memory of this process.
-    """
-
-    cpu_percent: float | None
-    memory_used: int
-    memory_total: int
-    process_memory: int
 
 
 @dataclass(frozen=True)

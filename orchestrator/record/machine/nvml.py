@@ -4,23 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class DeviceSample:
-    """Use of one GPU: bytes, percent, degrees Celsius, watts. ``None`` if the driver gives no value."""
-
-    index: int
-    name: str | None = None
-    memory_used: int | None = None
-    memory_total: int | None = None
-    process_memory: int | None = None
-    utilization: float | None = None
-    memory_utilization: float | None = None
-    temperature: float | None = None
-    power: float | None = None
+from orchestrator.record.events.kinds import DeviceSample
 
 
 class NvmlGpus:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.record.files.effective import STEP_KINDS, Rollbacks
-from orchestrator.record.files.events import Event, Extent
-from orchestrator.record.files.validate import is_finite_number, is_step, is_valid
+from orchestrator.record.events import kinds
+from orchestrator.record.events.effective import Rollbacks, limits_of
+from orchestrator.record.events.kinds import Event, StepEvent
+from orchestrator.record.files.reading import Extent
 from orchestrator.record.summary.thinning import (
     Entry,
     Reduce,
@@ -24,40 +25,20 @@ from orchestrator.record.summary.thinning import (
     last_only,
     newest_best,
     process_memory,
-    smallest,
+    smallest_loss,
     weighted_mean,
 )
 from orchestrator.record.summary.totals import Totals
 
-LEFT_OUT = "left_out"
-"""Kind of the events that stand for a run of others: with its first or its last time, and ``num_steps``.
-The record itself has none."""
-_WHOLE = frozenset(
-    {
-        "start",
-        "placement",
-        "expert",
-        "oom",
-        "compile",
-        "cuda_graph",
-        "resume",
-        "settings",
-        "failure",
-        "recovery",
-        "end",
-        "final",
-    }
-)
-"""Kinds whose events are all kept, those too that a restart has discarded. They are few."""
+_FREQUENT = (StepEvent, kinds.Checkpoint, kinds.Upload, kinds.Warned, kinds.Notice, kinds.SnapshotInterval)
+"""Kinds of which a part is kept. All events of the others are, those too that a restart has discarded."""
 _RULES: Mapping[str, Reduce] = {
-    "step": extremes(smallest("loss"), largest("loss"), largest("grad_norm"), largest("seconds")),
-    "evaluate": extremes(smallest("loss"), largest("loss"), newest_best),
-    "monitor": extremes(process_memory),
-    "phases": weighted_mean,
-    "exchange": weighted_mean,
+    kinds.Step.EVENT: extremes(smallest_loss, largest("loss"), largest("grad_norm"), largest("seconds")),
+    kinds.Evaluation.EVENT: extremes(smallest_loss, largest("loss"), newest_best),
+    kinds.Monitor.EVENT: extremes(process_memory),
+    kinds.Phases.EVENT: weighted_mean,
+    kinds.Exchange.EVENT: weighted_mean,
 }
-_NAMED = frozenset({*STEP_KINDS, "checkpoint", "upload", "warning", "notice"})
-_OTHER = "other"
 
 
 @dataclass
@@ -71,8 +52,8 @@ class _Span:
     num_steps: int = 0
 
     def entries(self) -> list[Entry]:
-        first = {"event": LEFT_OUT, "time": self.begin, "num_steps": self.num_steps}
-        return [(self.first, first), (self.last, {"event": LEFT_OUT, "time": self.end})]
+        first = kinds.LeftOut(time=self.begin, num_steps=self.num_steps)
+        return [(self.first, first), (self.last, kinds.LeftOut(time=self.end))]
 
 
 class RunFold:
@@ -94,20 +75,17 @@ class RunFold:
 
         Returns the step that training continues from if the event itself discards others."""
         self._num_events += 1
-        kind = event["event"]
-        valid = is_valid(event)
-        counts = kind not in STEP_KINDS or (is_step(event.get("step")) and event["step"] <= limit)
-        if valid:
-            self.totals.add(event, counts)
-        if kind in _WHOLE:
-            self._close_span()
-            self._whole.append((self._num_events, event))
-        else:
-            if valid and kind != "warning":
+        counts = not isinstance(event, StepEvent) or event.step <= limit
+        self.totals.add(event, counts)
+        if isinstance(event, _FREQUENT):
+            if not isinstance(event, kinds.Warned):
                 self._extend_span(event)
             if counts:
                 self._thin(event)
-        return self.rollbacks.add(event) if valid else None
+        else:
+            self._close_span()
+            self._whole.append((self._num_events, event))
+        return self.rollbacks.add(event)
 
     def events(self) -> list[Event]:
         """Return the kept events in order. Of a short run they are all that count."""
@@ -120,25 +98,23 @@ class RunFold:
             yield thinned.entries()
 
     def _thin(self, event: Event) -> None:
-        kind = event["event"]
-        if kind in STEP_KINDS:
-            self.max_step = max(event["step"], event["step"] if self.max_step is None else self.max_step)
-        # A damaged file may have any number of kinds.
-        name = kind if kind in _NAMED else _OTHER
-        if name not in self._thinned:
-            self._thinned[name] = ThinnedEvents(_RULES.get(name, last_only))
-        self._thinned[name].add((self._num_events, event))
+        if isinstance(event, StepEvent):
+            self.max_step = max(event.step, event.step if self.max_step is None else self.max_step)
+        kind = event.EVENT
+        if kind not in self._thinned:
+            self._thinned[kind] = ThinnedEvents(_RULES.get(kind, last_only))
+        self._thinned[kind].add((self._num_events, event))
 
     def _extend_span(self, event: Event) -> None:
-        time = event.get("time")
-        if not is_finite_number(time):
+        time = event.time
+        if time is None:
             return
         if self._span is None:
             self._span = _Span(self._num_events, self._num_events, time, time)
         self._span.last = self._num_events
         self._span.begin = min(self._span.begin, time)
         self._span.end = max(self._span.end, time)
-        self._span.num_steps += event["event"] == "step"
+        self._span.num_steps += isinstance(event, kinds.Step)
 
     def _close_span(self) -> None:
         if self._span is not None:
@@ -182,15 +158,3 @@ def fold_events(recorded: Iterable[Event]) -> RunFold:
     for event, limit in zip(events, limits, strict=True):
         fold.add(event, limit)
     return fold
-
-
-def limits_of(events: Iterable[Event]) -> list[float]:
-    """Return for each event the lowest step that training continues from after it."""
-    rollbacks = Rollbacks()
-    steps = [rollbacks.add(event) if is_valid(event) else None for event in events]
-    limits: list[float] = []
-    limit = math.inf
-    for step in reversed(steps):
-        limits.append(limit)
-        limit = limit if step is None else min(limit, step)
-    return limits[::-1]

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.record.files.effective import MARKERS
-from orchestrator.record.files.events import (
-    Event,
+from orchestrator.record.events.decoding import to_json
+from orchestrator.record.events.effective import MARKERS
+from orchestrator.record.events.kinds import Checkpoint, Event, JsonEvent, Step, decode_event
+from orchestrator.record.files.reading import (
     Extent,
     driver_path,
     driver_position,
@@ -28,7 +29,6 @@ from orchestrator.record.files.events import (
     parse_event,
     read_lines,
 )
-from orchestrator.record.files.validate import is_valid
 from orchestrator.record.summary.fold import RunFold
 
 FOLDER = "events_index"
@@ -36,11 +36,12 @@ SAVE_BYTES = 2**22
 """Bytes of the record between two saved folds: about 13,000 events, which are read in 0.2 s."""
 MAX_UNSAVED_BYTES = 8 * SAVE_BYTES
 """Bytes from which on a fold is saved without a checkpoint."""
-_FORMAT = 1
+_FORMAT = 2
 _MAX_FILE_BYTES = 2**28
 _CHECKED_BYTES = 4096
 _FILE_NAME = re.compile(r"\d{15}\.json", re.ASCII)
-_MARKER_TEXTS = tuple(f'"{kind}"'.encode() for kind in sorted(MARKERS))
+_STEP_TEXT = b'{"event": "step"'
+_MARKER_TEXTS = tuple(f'"{marker.EVENT}"'.encode() for marker in MARKERS)
 
 _logger = logging.getLogger("orchestrator")
 
@@ -55,9 +56,9 @@ class FoldKeeper:
         self._saved_bytes = max(_saved(path), default=0)
 
     def __call__(self, event: Event) -> None:
-        if event["event"] not in ("checkpoint", "step"):
+        if not isinstance(event, Checkpoint | Step):
             return
-        least = SAVE_BYTES if event["event"] == "checkpoint" else MAX_UNSAVED_BYTES
+        least = SAVE_BYTES if isinstance(event, Checkpoint) else MAX_UNSAVED_BYTES
         size = _size(self._path)
         if size - self._saved_bytes >= least:
             self._saved_bytes = size
@@ -104,10 +105,10 @@ def _limits(path: Path, fold: RunFold, end: Extent, only_markers: bool) -> list[
     steps: list[tuple[int, float]] = []
     for number, line in enumerate(merged_lines(path, fold.extent, end)):
         # Most lines are steps. A search in their bytes is faster than to parse them.
-        if only_markers and isinstance(line, bytes) and not any(text in line for text in _MARKER_TEXTS):
+        if only_markers and isinstance(line, bytes) and not _may_be_marker(line):
             continue
-        event = line if isinstance(line, dict) else parse_event(line)
-        if event is None or not is_valid(event) or (only_markers and event["event"] not in MARKERS):
+        event = _decoded(line)
+        if event is None or (only_markers and not isinstance(event, MARKERS)):
             continue
         step = rollbacks.add(event)
         if step is not None:
@@ -130,11 +131,20 @@ def _continue(fold: RunFold, path: Path, end: Extent, limits: list[tuple[int, fl
         is_known = number == next_number
         if is_known:
             next_number, limit = next(known)
-        event = line if isinstance(line, dict) else parse_event(line)
+        event = _decoded(line)
         if event is not None and fold.add(event, limit) is not None and not is_known:
             return False
     fold.extent = end
     return True
+
+
+def _may_be_marker(line: bytes) -> bool:
+    return not line.startswith(_STEP_TEXT) and any(text in line for text in _MARKER_TEXTS)
+
+
+def _decoded(line: bytes | JsonEvent) -> Event | None:
+    content = line if isinstance(line, dict) else parse_event(line)
+    return decode_event(content) if content is not None else None
 
 
 def _settled_extent(path: Path) -> Extent:
@@ -164,7 +174,7 @@ def _has_no_late_events(path: Path, fold: RunFold) -> bool:
     return all(driver_position(event) >= fold.extent.workers for event in added)
 
 
-def _events(lines: Iterable[bytes]) -> Iterator[Event]:
+def _events(lines: Iterable[bytes]) -> Iterator[JsonEvent]:
     return (event for line in lines if (event := parse_event(line)) is not None)
 
 
@@ -191,7 +201,7 @@ def _write(path: Path, fold: RunFold) -> None:
         raise OSError(f"{folder} is a link")
     folder.mkdir(exist_ok=True)
     content = {"format": _FORMAT, "checked": _last_bytes(path, fold.extent), "fold": fold.to_json()}
-    data = json.dumps(content).encode()
+    data = json.dumps(content, default=to_json).encode()
     partial = folder / f".{os.getpid()}.writing"
     partial.unlink(missing_ok=True)
     try:

@@ -4,59 +4,37 @@ The summary, the text and the page of the report all take them from here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from orchestrator.record.files.events import Event
-from orchestrator.record.files.validate import is_finite_number
+from orchestrator.record.events.decoding import decode, measure
+from orchestrator.record.events.kinds import Memory
 from orchestrator.types import MEMORY_PARTS
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    """The largest peak of a run in bytes: of the device on a GPU, of the process on a CPU."""
-
-    allocated: float
-    reserved: float | None
-    parts: Mapping[str, float]
-    """Bytes of that worker's memory by the names of ``MEMORY_PARTS``; empty if they were not measured."""
-    worker: int | None
-    """The worker with this peak, where there are several."""
-
-
 class PeakSums:
-    """The largest peak of the events of epochs and ends, event by event."""
+    """The largest peak of the events of epochs and ends, one by one."""
 
     def __init__(self) -> None:
-        self._largest: dict[str, Any] | None = None
+        self._largest: Memory | None = None
         self._reserved: float | None = None
 
-    def add(self, event: Event) -> None:
-        """Take a valid event of any kind."""
-        memory = event.get("memory") if event["event"] in ("epoch", "end") else None
-        if not memory:
+    def add(self, memory: Memory | None) -> None:
+        if memory is None:
             return
-        if self._largest is None or memory["allocated"] > self._largest["allocated"]:
+        if self._largest is None or memory.allocated > self._largest.allocated:
             self._largest = memory
-        reserved = memory.get("reserved")
-        if is_finite_number(reserved):
-            self._reserved = max(reserved, reserved if self._reserved is None else self._reserved)
+        if memory.reserved is not None:
+            self._reserved = max(memory.reserved, self._reserved or 0.0)
 
-    def peak(self) -> PeakMemory | None:
-        """Return the largest peak; None if nothing was measured."""
-        largest = self._largest
-        if largest is None:
+    def peak(self) -> Memory | None:
+        """Return the largest peak, with the most that was reserved; None if nothing was measured."""
+        if self._largest is None:
             return None
-        found = largest.get("parts")
-        parts = found if isinstance(found, dict) else {}
-        worker = largest.get("worker")
-        return PeakMemory(
-            allocated=largest["allocated"],
-            reserved=self._reserved,
-            parts={name: parts[name] for name in MEMORY_PARTS if is_finite_number(parts.get(name))},
-            worker=worker if isinstance(worker, int) else None,
-        )
+        parts = self._largest.parts
+        known = {name: parts[name] for name in MEMORY_PARTS if name in parts}
+        return replace(self._largest, reserved=self._reserved, parts=known)
 
     def to_json(self) -> list[Any]:
         return [self._largest, self._reserved]
@@ -64,7 +42,5 @@ class PeakSums:
     def load(self, content: Sequence[Any]) -> None:
         """Continue from what ``to_json`` returned."""
         largest, reserved = content
-        if largest is not None and not is_finite_number(largest["allocated"]):
-            raise ValueError(f"{largest!r} is no measurement of the memory")
-        self._largest = largest
-        self._reserved = None if reserved is None else float(reserved)
+        self._largest = decode(Memory, largest)
+        self._reserved = measure(reserved)

@@ -14,10 +14,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
-from orchestrator.record.files.events import Event
-from orchestrator.record.files.scalars import to_float
+from orchestrator.record.events.kinds import Exchange, Phases, Step
+
+W = TypeVar("W", Step, Phases, Exchange)
 
 RECENT_STEPS = 50
 """The speed of a run that goes on is that of its last steps."""
@@ -45,12 +46,12 @@ class Speed:
         return f"{counted}, without {self.num_warm_up} of warm-up" if self.num_warm_up else counted
 
 
-def after_warm_up(events: Sequence[Event]) -> list[Event]:
+def after_warm_up(events: Sequence[W]) -> list[W]:
     """Return the events of steps, phases or exchanges after the warm-up; all if there are no others."""
-    return [event for event in events if event.get("warm_up") is not True] or list(events)
+    return [event for event in events if not event.warm_up] or list(events)
 
 
-def speed_of(steps: Iterable[Event]) -> Speed | None:
+def speed_of(steps: Iterable[Step]) -> Speed | None:
     """Return the speed by the events of a run's steps; None if none has a time."""
     sums = SpeedSums()
     for step in steps:
@@ -65,11 +66,10 @@ class SpeedSums:
         self._warm_up = _Sums()
         self._settled = _Sums()
 
-    def add(self, step: Event) -> None:
-        seconds = _number(step, "seconds")
-        if seconds > 0:
-            sums = self._warm_up if step.get("warm_up") is True else self._settled
-            sums.add(seconds, _number(step, "samples"), _number(step, "units"))
+    def add(self, step: Step) -> None:
+        if step.seconds:
+            sums = self._warm_up if step.warm_up else self._settled
+            sums.add(step.seconds, step.samples or 0.0, step.units or 0.0)
 
     def speed(self) -> Speed | None:
         """Return the speed after the warm-up, or of the warm-up if there are no other steps."""
@@ -159,7 +159,3 @@ class _Times:
 
 def _rounded(seconds: float) -> float:
     return float(f"{seconds:.4g}")
-
-
-def _number(event: Event, name: str) -> float:
-    return to_float(event.get(name)) or 0.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
-from orchestrator.record.experts.placements import measurement
-from orchestrator.record.files.events import Event
-from orchestrator.record.files.scalars import to_float
+from orchestrator.record.events.kinds import Evaluation, Event, Exchange, Monitor, Phases, decode_event
 
 Entry = tuple[int, Event]
 """An event, and its number in the record."""
@@ -81,9 +81,10 @@ class ThinnedEvents:
 
 def entry_of(content: Sequence[Any]) -> Entry:
     """Return an entry that was read from JSON."""
-    number, event = content
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise ValueError(f"{event!r} is not an event")
+    number, fields = content
+    event = decode_event(fields)
+    if event is None:
+        raise ValueError(f"{fields!r} is not an event")
     return int(number), event
 
 
@@ -110,53 +111,47 @@ def extremes(*measures: Measure) -> Reduce:
 
 def weighted_mean(entries: Sequence[Entry]) -> list[Entry]:
     """Return one event with the means per step of all, and one of those of the warm-up."""
-    warm_ups = [entry for entry in entries if entry[1].get("warm_up") is True]
-    others = [entry for entry in entries if entry[1].get("warm_up") is not True]
-    return sorted((_joined(part) for part in (warm_ups, others) if part), key=lambda entry: entry[0])
+    known = [(number, event) for number, event in entries if isinstance(event, Phases | Exchange)]
+    parts = [[entry for entry in known if entry[1].warm_up is warm_up] for warm_up in (True, False)]
+    return sorted((_joined(part) for part in parts if part), key=lambda entry: entry[0])
 
 
-def _joined(entries: Sequence[Entry]) -> Entry:
+def _joined(entries: Sequence[tuple[int, Phases | Exchange]]) -> Entry:
     number, last = entries[-1]
     if len(entries) == 1:
         return number, last
-    joined = dict(last)
-    weights = [measurement(event.get("steps")) or 1.0 for _, event in entries]
-    joined["steps"] = sum(weights)
-    for name in last:
-        values = [measurement(event.get(name)) for _, event in entries]
-        if name in ("step", "steps", "time", "event") or None in values:
-            continue
-        pairs = zip(values, weights, strict=True)
-        joined[name] = sum((value or 0.0) * weight for value, weight in pairs) / sum(weights)
-    return number, joined
+    weights = [event.steps or 1.0 for _, event in entries]
+    means: dict[str, Any] = {"steps": sum(weights)}
+    for name in vars(last).keys() - {"step", "steps", "time", "warm_up"}:
+        values = [getattr(event, name) for _, event in entries]
+        if None not in values:
+            products = (value * weight for value, weight in zip(values, weights, strict=True))
+            means[name] = sum(products) / sum(weights)
+    return number, replace(last, **means)
 
 
 def largest(name: str) -> Measure:
     """Return a measure that is largest for the largest value of a field, or for one that is not a number."""
+    read = attrgetter(name)
 
     def measure(event: Event) -> float | None:
-        value = to_float(event.get(name))
+        value = read(event)
         return math.inf if value is not None and math.isnan(value) else value
 
     return measure
 
 
-def smallest(name: str) -> Measure:
-    """Return a measure that is largest for the smallest value of a field."""
-
-    def measure(event: Event) -> float | None:
-        value = to_float(event.get(name))
-        return None if value is None or math.isnan(value) else -value
-
-    return measure
+def smallest_loss(event: Event) -> float | None:
+    """Return a measure that is largest for the smallest loss."""
+    loss = getattr(event, "loss", None)
+    return None if loss is None or math.isnan(loss) else -loss
 
 
 def newest_best(event: Event) -> float | None:
     """Return a measure that is largest for the newest evaluation that was the best so far."""
-    return event["step"] if event.get("best") else None
+    return event.step if isinstance(event, Evaluation) and event.best else None
 
 
 def process_memory(event: Event) -> float | None:
     """Return the memory of the process in a reading of the monitor."""
-    host = event.get("host")
-    return to_float(host.get("process_memory")) if isinstance(host, dict) else None
+    return event.host.process_memory if isinstance(event, Monitor) else None

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.record.files.events import Event
-from orchestrator.record.files.scalars import to_float
-from orchestrator.record.files.validate import is_finite_number
+from orchestrator.record.events import kinds
+from orchestrator.record.events.kinds import Event
 from orchestrator.record.summary.peak_memory import PeakSums
 from orchestrator.record.summary.speed import SpeedSums
 
@@ -59,54 +58,56 @@ class Totals:
         return max(self._uploads, default=None)
 
     def add(self, event: Event, counts: bool) -> None:
-        """Take a valid event. ``counts`` says whether no restart discards it."""
-        self.peak.add(event)
-        match event["event"]:
-            case "step":
+        """Take an event. ``counts`` says whether no restart discards it."""
+        match event:
+            case kinds.Step():
                 self._step(event, counts)
-            case "start":
+            case kinds.Start():
                 self.num_starts += 1
                 # A start abandons the checkpoints after its step.
-                self._uploads = [step for step in self._uploads if step <= (event.get("step") or 0)]
-            case "evaluate":
+                self._uploads = [step for step in self._uploads if step <= (event.step or 0)]
+            case kinds.Evaluation():
                 self.num_evaluations += 1
-                self.evaluation_seconds += _seconds(event, "seconds") or 0.0
-            case "checkpoint":
+                self.evaluation_seconds += event.seconds or 0.0
+            case kinds.Checkpoint():
                 self._checkpoint(event)
-            case "upload":
-                self._uploads.append(event["step"])
-            case "epoch" if counts:
-                self._epoch(event["epoch"])
-            case "bad_samples" if counts:
-                self.bad_samples += event["count"]
-            case "expert":
-                kind = str(event.get("change"))
-                self.expert_changes[kind] = self.expert_changes.get(kind, 0) + 1
+            case kinds.Upload():
+                self._uploads.append(event.step)
+            case kinds.Epoch():
+                self.peak.add(event.memory)
+                if counts:
+                    self._epoch(event.epoch)
+            case kinds.End():
+                self.peak.add(event.memory)
+            case kinds.BadSamples() if counts:
+                self.bad_samples += event.count
+            case kinds.ExpertChange():
+                self.expert_changes[event.change] = self.expert_changes.get(event.change, 0) + 1
             case _:
                 pass
 
-    def _step(self, event: Event, counts: bool) -> None:
-        seconds = event["seconds"]
+    def _step(self, step: kinds.Step, counts: bool) -> None:
+        seconds = step.seconds or 0.0
         self.num_recorded_steps += 1
         self.recorded_step_seconds += seconds
         if not counts:
             return
         self.num_steps += 1
         self.step_seconds += seconds
-        self.speed.add(event)
-        loss = to_float(event["loss"])
-        if loss is not None and math.isfinite(loss) and len(self.first_losses) < NUM_FIRST:
-            self.first_losses.append(loss)
-        if loss is not None and not math.isfinite(loss):
+        self.speed.add(step)
+        if step.loss is None:
+            return
+        if not math.isfinite(step.loss):
             self.num_non_finite += 1
-            self.first_non_finite = event["step"] if self.first_non_finite is None else self.first_non_finite
+            self.first_non_finite = step.step if self.first_non_finite is None else self.first_non_finite
+        elif len(self.first_losses) < NUM_FIRST:
+            self.first_losses.append(step.loss)
 
-    def _checkpoint(self, event: Event) -> None:
+    def _checkpoint(self, checkpoint: kinds.Checkpoint) -> None:
         self.num_checkpoints += 1
-        seconds = _seconds(event, "seconds")
-        self.checkpoint_seconds += seconds or 0.0
+        self.checkpoint_seconds += checkpoint.seconds or 0.0
         # A checkpoint that does not say otherwise blocked the training for its whole time.
-        stall = _seconds(event, "stall") if "stall" in event else seconds
+        stall = checkpoint.seconds if checkpoint.stall is None else checkpoint.stall
         if stall is not None:
             self.num_stalls += 1
             self.stall_seconds += stall
@@ -133,8 +134,3 @@ class Totals:
                 setattr(self, name, type(value)(saved))
             else:
                 setattr(self, name, saved)
-
-
-def _seconds(event: Event, name: str) -> float | None:
-    value = event.get(name)
-    return float(value) if is_finite_number(value) else None

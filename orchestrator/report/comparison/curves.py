@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import Evaluation, Step, StepEvent
 from orchestrator.report.comparison.runs import ComparedRun
 from orchestrator.report.run.figures.panels import (
     MAX_DOTS,
@@ -16,18 +16,19 @@ from orchestrator.report.run.figures.panels import (
     Points,
     decimate,
     numbered_points,
+    rates,
     smooth,
 )
-from orchestrator.report.run.figures.read import RunRecord, finite
+from orchestrator.report.run.figures.read import RunRecord
 from orchestrator.report.run.figures.stats import metric_names, score, unit_name
 
 MAX_METRICS = 6
 TIME_UNITS = ((3 * 3600.0, 3600.0, "h"), (180.0, 60.0, "min"), (0.0, 1.0, "s"))
 """From which duration in seconds on an axis of time has a unit, the seconds of the unit, its name."""
 
-Place = Callable[[Event], float]
+Place = Callable[[StepEvent], float]
 """The x of an event."""
-Values = Sequence[tuple[Event, object]]
+Values = Sequence[tuple[StepEvent, float | None]]
 """Events, each with its value."""
 
 
@@ -43,8 +44,8 @@ def panels_by_time(runs: Sequence[ComparedRun]) -> list[Panel]:
     return _Curves(runs, places, f"time, {unit}").panels()
 
 
-def _step(event: Event) -> float:
-    return float(event["step"])
+def _step(event: StepEvent) -> float:
+    return float(event.step)
 
 
 def _time_place(record: RunRecord, unit_s: float) -> Place:
@@ -52,14 +53,14 @@ def _time_place(record: RunRecord, unit_s: float) -> Place:
     begins: list[tuple[float, float]] = []
     elapsed = 0.0
     for session in record.sessions:
-        times = [time for event in session if (time := finite(event.get("time"))) is not None]
+        times = [event.time for event in session if event.time is not None]
         if times:
             # The pause before a session is left out: its times begin where the last one ended.
             begins.append((min(times), elapsed))
             elapsed += max(times) - min(times)
 
-    def place(event: Event) -> float:
-        time = finite(event.get("time"))
+    def place(event: StepEvent) -> float:
+        time = event.time
         known = [(begin, offset) for begin, offset in begins if time is not None and begin <= time]
         if time is None or not known:
             return math.nan
@@ -113,10 +114,10 @@ class _Curves:
     def _throughput_panel(self) -> Panel:
         """Return units (tokens) per second if a sample has several, else samples per second."""
         last_steps = [event for run in self.runs for event in run.record.steps[-1:]]
-        has_units = any(event.get("units") not in (None, event.get("samples")) for event in last_steps)
+        has_units = any(event.units not in (None, event.samples) for event in last_steps)
         field = "units" if has_units else "samples"
         unit = unit_name(self.runs[0].record) if has_units else "samples"
-        return self._panel("Throughput", f"{unit}/s", lambda record: _rates(record.steps, field))
+        return self._panel("Throughput", f"{unit}/s", lambda record: rates(record.steps, field))
 
 
 def _points(values: Values, place: Place) -> Points:
@@ -124,10 +125,5 @@ def _points(values: Values, place: Place) -> Points:
     return [(x, y) for x, y in known if not math.isnan(x)]
 
 
-def _scores(events: Sequence[Event], name: str) -> Values:
+def _scores(events: Sequence[Step | Evaluation], name: str) -> Values:
     return [(event, score(event, name)) for event in events]
-
-
-def _rates(steps: Sequence[Event], field: str) -> Values:
-    timed = [(event, finite(event.get("seconds")) or 0.0) for event in steps]
-    return [(event, (finite(event.get(field)) or 0.0) / seconds) for event, seconds in timed if seconds > 0]

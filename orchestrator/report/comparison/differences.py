@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.record.events.decoding import finite
 from orchestrator.report.comparison.runs import ComparedRun
-from orchestrator.report.run.figures.read import entries, finite, section
+from orchestrator.report.run.figures.read import entries, section
 from orchestrator.report.run.figures.stats import device_name
 from orchestrator.types import bytes_text
 
@@ -59,8 +60,8 @@ def environment(run: ComparedRun) -> dict[str, Any]:
         "GPUs": f"{len(gpus)} × {', '.join(dict.fromkeys(gpus))}" if gpus else None,
         "driver": hardware.get("driver"),
         "workers": record.workers,
-        "backend": record.start.get("backend"),
-        "expert-orchestrator": record.start.get("version"),
+        "backend": record.start.backend,
+        "expert-orchestrator": record.start.version,
         "torch": hardware.get("torch"),
         "commit": hardware.get("commit"),
     }

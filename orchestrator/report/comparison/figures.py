@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.metric import Mode, known_mode
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.decoding import finite
+from orchestrator.record.events.kinds import Evaluation
 from orchestrator.report.comparison.runs import ComparedRun
 from orchestrator.report.run.figures.outcome import score_text
-from orchestrator.report.run.figures.read import RunRecord, finite
+from orchestrator.report.run.figures.read import RunRecord
 from orchestrator.report.run.figures.stats import (
     final_evaluation,
     memory,
@@ -75,11 +76,11 @@ def figures(runs: Sequence[ComparedRun]) -> list[Figure]:
 
 def common_evaluation_step(runs: Sequence[ComparedRun]) -> int | None:
     """Return the last step that every run has evaluated; None if there is none."""
-    steps = [{event["step"] for event in run.record.evaluations} for run in runs]
+    steps = [{event.step for event in run.record.evaluations} for run in runs]
     return max(set.intersection(*steps), default=None)
 
 
-def evaluations_compared(runs: Sequence[ComparedRun]) -> tuple[str, list[Event | None]]:
+def evaluations_compared(runs: Sequence[ComparedRun]) -> tuple[str, list[Evaluation | None]]:
     """Return the evaluation of each run by which the runs are judged, and what it is of.
 
     Of complete runs it is that of their final weights. If a run goes on or was stopped, all are
@@ -88,9 +89,7 @@ def evaluations_compared(runs: Sequence[ComparedRun]) -> tuple[str, list[Event |
     step = common_evaluation_step(runs)
     if step is None or all(run.is_complete for run in runs):
         return "final weights", [final_evaluation(run.record) for run in runs]
-    chosen = [
-        next((event for event in run.record.evaluations if event["step"] == step), None) for run in runs
-    ]
+    chosen = [next((event for event in run.record.evaluations if event.step == step), None) for run in runs]
     return f"step {step}", list(chosen)
 
 
@@ -104,7 +103,7 @@ def _quality_figures(runs: Sequence[ComparedRun]) -> list[Figure]:
         beginning = _beginning(runs) if name == "loss" else None
         label = f"validation {name.replace('_', ' ')}"
         found.append(Figure(label, scores, mode, score_text, True, beginning))
-    last = tuple(finite(run.record.steps[-1].get("loss")) if run.record.steps else None for run in runs)
+    last = tuple(finite(run.record.steps[-1].loss) if run.record.steps else None for run in runs)
     return [*found, Figure("train loss, last step", last, None, score_text, True)]
 
 

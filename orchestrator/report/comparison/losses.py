@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.report.comparison.runs import ComparedRun
-from orchestrator.report.run.figures.read import number
 from orchestrator.report.run.figures.stats import plural
 
 
@@ -64,7 +63,7 @@ def _agreement(
 
 
 def _losses(run: ComparedRun) -> dict[int, float]:
-    values = {event["step"]: number(event.get("loss")) for event in run.record.steps}
+    values = {event.step: event.loss for event in run.record.steps}
     return {step: value for step, value in values.items() if value is not None}
 
 

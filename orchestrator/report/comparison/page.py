@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.record.files.events import encode_event
+from orchestrator.record.files.event_log import encode_event
 from orchestrator.report.comparison.compare import Comparison
 from orchestrator.report.comparison.curves import panels_by_step, panels_by_time
 from orchestrator.report.comparison.differences import Difference, environment

@@ -49,7 +49,7 @@ class ComparedRun:
 
     @property
     def last_step(self) -> int:
-        return self.record.steps[-1]["step"] if self.record.steps else 0
+        return self.record.steps[-1].step if self.record.steps else 0
 
 
 @cache

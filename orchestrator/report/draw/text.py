@@ -3,69 +3,69 @@ the report."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import chain, repeat
 
-from orchestrator.record.experts.expert_changes import ExpertChange
-from orchestrator.record.files.events import Event
-from orchestrator.record.files.scalars import to_float
-from orchestrator.types import first_line
+from orchestrator.record.events import kinds
+from orchestrator.types import counted, first_line
 
 MAX_CAUSE_CHARS = 160  # events.jsonl has the whole message
 _SOURCES = {"memory": ", from snapshots in memory", "disk": ", from a checkpoint"}
 
 
-def failure_text(event: Event) -> str:
+def failure_text(failure: kinds.Failure) -> str:
     """Return a failure as text: 'step 40: host 1 was lost'."""
-    cause = str(event.get("message") or "").strip() or str(event.get("kind") or "failure")
-    step = event.get("step")
-    prefix = "" if step is None else f"step {step}: "
+    cause = failure.message.strip() or failure.kind or "failure"
+    prefix = "" if failure.step is None else f"step {failure.step}: "
     return prefix + first_line(cause, MAX_CAUSE_CHARS)
 
 
-def recovery_text(event: Event) -> str:
+def recovery_text(recovery: kinds.Recovery) -> str:
     """Return a recovery as text.
 
     Example: 'recovered in 12.3 s on 2 workers at step 35, from snapshots in memory, 5 steps
     repeated'.
     """
-    seconds = to_float(event.get("total_seconds"))
     parts = [
         "recovered",
-        "" if seconds is None else f"in {seconds:.1f} s",
-        _workers_text(event),
-        _groups_text(event),
-        "" if event.get("step") is None else f"at step {event['step']}",
+        "" if recovery.total_seconds is None else f"in {recovery.total_seconds:.1f} s",
+        _workers_text(recovery),
+        _groups_text(recovery),
+        "" if recovery.step is None else f"at step {recovery.step}",
     ]
-    lost = _count(event.get("lost_steps"))
-    repeated = f", {lost} {'step' if lost == 1 else 'steps'} repeated" if lost else ""
-    source = _SOURCES.get(str(event.get("source")), "")
+    lost = recovery.lost_steps
+    repeated = f", {counted(lost, 'step')} repeated" if lost else ""
+    source = _SOURCES.get(recovery.source or "", "")
     return " ".join(part for part in parts if part) + source + repeated
 
 
-def oom_text(event: Event) -> str:
+def oom_text(event: kinds.OutOfMemory) -> str:
     """Return an out-of-memory error and its consequence as text."""
-    smaller = event.get("next_micro_batch")
+    smaller = event.next_micro_batch
     consequence = f"continuing with {smaller}" if smaller else "no smaller one is left to try"
     return (
-        f"out of memory at step {event.get('step')} ({event.get('where')}) "
-        f"with a micro-batch of {event.get('micro_batch')}; {consequence}"
+        f"out of memory at step {event.step} ({event.where}) "
+        f"with a micro-batch of {event.micro_batch}; {consequence}"
     )
 
 
-def cuda_graph_text(event: Event) -> str:
+def cuda_graph_text(event: kinds.CudaGraph) -> str:
     """Return whether steps are captured in a CUDA graph, and why not."""
-    detail = event.get("detail")
-    if event.get("status") == "captured":
-        return f"captured a CUDA graph in {to_float(event.get('seconds')) or 0.0:.1f} s: {detail}"
-    return f"no CUDA graph: {detail}"
+    if event.status == "captured":
+        return f"captured a CUDA graph in {event.seconds or 0.0:.1f} s: {event.detail}"
+    return f"no CUDA graph: {event.detail}"
 
 
-def change_text(change: ExpertChange) -> str:
+def score_texts(evaluation: kinds.Evaluation) -> list[str]:
+    """Return the loss and the metrics of an evaluation with their names."""
+    numbers = {"validation loss": evaluation.loss, **evaluation.metrics}
+    return [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
+
+
+def change_text(change: kinds.ExpertChange) -> str:
     """Return what changed: 'expert 4 born from 1', 'expert 2 moved to host 1'."""
     experts = _named("expert", change.ids)
-    match change.kind:
+    match change.change:
         case "born":
             return f"{experts} born {f'from {_numbers(change.parents)}' if change.parents else 'afresh'}"
         case "merged":
@@ -79,10 +79,10 @@ def change_text(change: ExpertChange) -> str:
         case "undone":
             return f"change of {experts} undone"
         case _:
-            return f"{experts} {change.kind}"
+            return f"{experts} {change.change}"
 
 
-def effect_text(change: ExpertChange) -> str:
+def effect_text(change: kinds.ExpertChange) -> str:
     """Return the measured effect of a change; empty if nobody measured it."""
     parts = []
     if change.loss_before is not None and change.loss_after is not None:
@@ -92,16 +92,16 @@ def effect_text(change: ExpertChange) -> str:
     return ", ".join(parts)
 
 
-def change_line(change: ExpertChange) -> str:
+def change_line(change: kinds.ExpertChange) -> str:
     """Return a change with its layer, its reason and its effect."""
-    changes_number = change.kind in ("born", "merged", "pruned", "undone")
-    number = f", {change.num_experts} experts now" if changes_number and change.num_experts else ""
+    changes_number = change.change in ("born", "merged", "pruned", "undone")
+    number = f", {change.experts} experts now" if changes_number and change.experts else ""
     reason = f": {first_line(change.reason, MAX_CAUSE_CHARS)}" if change.reason else ""
     effect = effect_text(change)
     return f"layer {change.layer}: {change_text(change)}{number}{reason}{f' ({effect})' if effect else ''}"
 
 
-def _with_hosts(change: ExpertChange, first_verb: str, verb: str) -> str:
+def _with_hosts(change: kinds.ExpertChange, first_verb: str, verb: str) -> str:
     """Return the experts of each host: 'expert 6 moved to host 0, experts 4 and 7 to hosts 1 and 2'."""
     experts_of: dict[tuple[int, ...], list[int]] = {}
     # A damaged event may have fewer hosts.
@@ -125,34 +125,25 @@ def _numbers(numbers: Sequence[int]) -> str:
     return f"{first} and {last}" if first else last
 
 
-def _count(value: object) -> int:
-    number = to_float(value)
-    return int(number) if number is not None and math.isfinite(number) else 0
-
-
-def _workers_text(event: Event) -> str:
-    workers = event.get("workers")
-    if workers is None:
+def _workers_text(recovery: kinds.Recovery) -> str:
+    if recovery.workers is None:
         return ""
-    before = event.get("workers_before")
-    fewer = f" instead of {before}" if before not in (None, workers) else ""
-    return f"on {workers} {'worker' if workers == 1 else 'workers'}{fewer}"
+    before = recovery.workers_before
+    fewer = f" instead of {before}" if before not in (None, recovery.workers) else ""
+    return f"on {counted(recovery.workers, 'worker')}{fewer}"
 
 
-def _groups_text(event: Event) -> str:
+def _groups_text(recovery: kinds.Recovery) -> str:
     """Return the groups of hosts that hold every expert, where their number has changed."""
-    groups = event.get("expert_replicas")
-    before = event.get("expert_replicas_before")
+    groups = recovery.expert_replicas
+    before = recovery.expert_replicas_before
     if groups == before:
         return ""
     return f"in {groups} expert {'group' if groups == 1 else 'groups'} instead of {before}"
 
 
-def settings_text(event: Event) -> str:
+def settings_text(event: kinds.Settings) -> str:
     """Return the changed settings of a resumed run: 'learning_rate from 0.0001 to 0.003 (flag …)'."""
-    changes = event.get("changes")
-    known = [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
     return "; ".join(
-        f"{change.get('name')} from {change.get('before')} to {change.get('now')} ({change.get('origin')})"
-        for change in known
+        f"{change.name} from {change.before} to {change.now} ({change.origin})" for change in event.changes
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from orchestrator.record.experts.expert_graph import GraphLayer
+from orchestrator.record.events.kinds import GraphLayer
 
 Point = tuple[float, float]
 """At most MAX_RADIUS from the origin."""

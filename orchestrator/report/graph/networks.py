@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.record.experts.expert_changes import ExpertChange
-from orchestrator.record.experts.expert_graph import ExpertGraph, GraphLayer
+from orchestrator.record.events.kinds import ExpertChange, ExpertGraph, GraphLayer
 
 if TYPE_CHECKING:
     from networkx import MultiGraph
@@ -20,7 +19,7 @@ def to_networkx(graph: ExpertGraph) -> MultiGraph:
     from networkx import MultiGraph
 
     network = MultiGraph(
-        step=graph.step, epoch=graph.epoch, layers={each.layer: each.name for each in graph.layers}
+        step=graph.step, epoch=graph.shown_epoch, layers={each.layer: each.name for each in graph.layers}
     )
     for layer in graph.layers:
         _add_layer(network, layer)
@@ -44,7 +43,7 @@ def to_json(graphs: Sequence[ExpertGraph], changes: Sequence[ExpertChange]) -> d
     """Return all graphs and changes of a run as plain values, with the pairs as in the events."""
     return {
         "graphs": [
-            {"step": graph.step, "epoch": graph.epoch, "layers": list(map(_layer_json, graph.layers))}
+            {"step": graph.step, "epoch": graph.shown_epoch, "layers": list(map(_layer_json, graph.layers))}
             for graph in graphs
         ],
         "changes": [vars(change) for change in changes],
@@ -56,6 +55,6 @@ def _layer_json(layer: GraphLayer) -> dict[str, Any]:
         "layer": layer.layer,
         "name": layer.name,
         "experts": [vars(expert) for expert in layer.experts],
-        "coactivation": [(pair.first, pair.second, pair.value) for pair in layer.coactivation],
-        "similarity": [(pair.first, pair.second, pair.value) for pair in layer.similarity],
+        "coactivation": layer.coactivation,
+        "similarity": layer.similarity,
     }

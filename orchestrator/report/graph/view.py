@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from orchestrator.record.experts.expert_changes import ExpertChange
-from orchestrator.record.experts.expert_graph import ExpertGraph, GraphExpert, GraphLayer, GraphPair
+from orchestrator.record.events.kinds import ExpertChange, ExpertGraph, GraphExpert, GraphLayer, GraphPair
 from orchestrator.report.graph.layout import MAX_SPACING, Point, expert_places, spacing
 
 T = TypeVar("T")
@@ -96,7 +95,7 @@ def graph_views(
     num_layers = len({layer.layer for graph in graphs for layer in graph.layers})
     columns = [_layer_views(_layer_drawing(index, graphs, changes), index, selected) for index in shown]
     return [
-        GraphView(graph.step, graph.epoch, tuple(column[at] for column in columns), num_layers)
+        GraphView(graph.step, graph.shown_epoch, tuple(column[at] for column in columns), num_layers)
         for at, graph in enumerate(selected)
     ]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.record.experts.expert_changes import ExpertChange, change_counts
+from orchestrator.record.events.kinds import ExpertChange
+from orchestrator.record.experts.expert_changes import change_counts
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.draw.text import change_text, effect_text
 from orchestrator.report.graph.view import (
@@ -220,12 +221,12 @@ def _changes(changes: list[ExpertChange]) -> str:
 def _change_row(change: ExpertChange) -> str:
     effect = effect_text(change)
     took = f"took {seconds_text(change.seconds)}" if change.seconds else ""
-    number = f"{change.num_experts} experts in the layer" if change.num_experts is not None else ""
+    number = f"{change.experts} experts in the layer" if change.experts is not None else ""
     details = ", ".join(part for part in (effect, number, took) if part)
     reason = f": {esc(change.reason)}" if change.reason else ""
     small = f"<small>{esc(details)}</small>" if details else ""
     return (
-        f'<li class="t-{TONES.get(change.kind, "calm")}"><span>step {change.step}</span>'
-        f"<span>layer {change.layer}</span><em>{esc(change.kind)}</em>"
+        f'<li class="t-{TONES.get(change.change, "calm")}"><span>step {change.step}</span>'
+        f"<span>layer {change.layer}</span><em>{esc(change.change)}</em>"
         f"<p>{esc(change_text(change))}{reason}{small}</p></li>"
     )

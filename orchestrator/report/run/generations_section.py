@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import UserError
-from orchestrator.record.files.scalars import to_float
+from orchestrator.record.events.decoding import measure
 from orchestrator.report.run.figures.read import RunRecord, entries, read_tree
 from orchestrator.report.run.sections import heading
 from orchestrator.report.run.svg import esc
@@ -23,7 +23,7 @@ def generations_section(record: RunRecord) -> str:
     results = [result for path in record.folder.glob(_RESULTS) if (result := _read(path)) is not None]
     if not results:
         return ""
-    last = max(results, key=lambda result: to_float(result.get("time")) or 0.0)
+    last = max(results, key=lambda result: measure(result.get("time")) or 0.0)
     generations = entries(last, "generations")
     cards = "".join(_card(generation) for generation in generations)
     from_data = any(generation.get("reference") is not None for generation in generations)

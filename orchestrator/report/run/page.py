@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from orchestrator.record.events.decoding import finite
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.draw.theme import CSS, JS
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run import sections
 from orchestrator.report.run.evolution_section import evolution_section
 from orchestrator.report.run.figures.graph_files import write_graph_files
-from orchestrator.report.run.figures.read import RunRecord, finite, read_run_record, section
+from orchestrator.report.run.figures.read import RunRecord, read_run_record, section
 from orchestrator.report.run.figures.timeline import timeline_list
 from orchestrator.report.run.generations_section import generations_section
 from orchestrator.report.run.hosts_section import hosts_section
@@ -99,7 +100,7 @@ def _security_policy() -> str:
 def _footer(record: RunRecord) -> str:
     """Return versions, machine and time: the facts needed to repeat a run."""
     hardware = section(record.plan, "hardware")
-    versions = {"expert-orchestrator": record.start.get("version"), "torch": hardware.get("torch")}
+    versions = {"expert-orchestrator": record.start.version, "torch": hardware.get("torch")}
     versions |= section(hardware, "versions")
     facts = [f"{name} {value}" for name, value in versions.items() if value]
     if hardware.get("commit"):
@@ -110,7 +111,7 @@ def _footer(record: RunRecord) -> str:
     ram = finite(hardware.get("ram", hardware.get("ram_total")))
     if ram is not None:
         facts.append(f"{bytes_text(ram)} RAM")
-    begun = finite(record.start.get("time"))
-    if begun is not None and 0 <= begun < MAX_TIME:
+    begun = record.start.time
+    if begun is not None and begun < MAX_TIME:
         facts.append(f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC")
     return f"<footer>{esc(' · '.join([*facts, str(record.folder)]))}</footer>"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from statistics import fmean
 
+from orchestrator.record.events.decoding import finite
+from orchestrator.record.events.kinds import Failure
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.figures.expert_load import LayerLoad, layer_loads
 from orchestrator.report.run.figures.outcome import compile_text, repeated_text, score_text, status_text
 from orchestrator.report.run.figures.panels import Panel, device_panels, training_panels
-from orchestrator.report.run.figures.read import UNFINISHED, RunRecord, finite, section
+from orchestrator.report.run.figures.read import UNFINISHED, RunRecord, section
 from orchestrator.report.run.figures.stats import (
     best_evaluation,
     device_name,
@@ -81,10 +83,8 @@ def _duration_text(record: RunRecord) -> str | None:
 
 def notes(record: RunRecord) -> str:
     """Return what nobody should miss: a final failure, a missing end, a loss that is nan or infinite."""
-    failures = [event for event in record.of("failure") if event.get("final") is not False]
-    lines = [
-        ("bad", f"{event.get('kind', 'failure')}: {event.get('message', '')}") for event in failures[-3:]
-    ]
+    failures = [event for event in record.of(Failure) if event.final is not False]
+    lines = [("bad", f"{event.kind or 'failure'}: {event.message}") for event in failures[-3:]]
     if record.status == UNFINISHED:
         lines.append(("warn", status_text(record).capitalize() + "."))
     non_finite = non_finite_text(record)
@@ -117,16 +117,16 @@ def _quality_tiles(record: RunRecord) -> list[Tile]:
     if final is not None:
         names = [watched] if watched != "loss" else [*metric_names(record)[:1], "loss"]
         name = next((name for name in names if score(final, name) is not None), "loss")
-        below = f"at step {final['step']}"
+        below = f"at step {final.step}"
         if record.final is not None:
-            below = f"kept weights, step {record.final['step']}"
+            below = f"kept weights, step {record.final.step}"
         shown.append((f"validation {name}", esc(score_text(score(final, name))), below))
     if best is not None:
         text = score_text(score_number(best, watched))
-        shown.append((f"best {watched}", esc(text), f"at step {best['step']}"))
+        shown.append((f"best {watched}", esc(text), f"at step {best.step}"))
     if record.steps:
         last = record.steps[-1]
-        shown.append(("train loss", esc(score_text(last.get("loss"))), f"at step {last['step']}"))
+        shown.append(("train loss", esc(score_text(last.loss)), f"at step {last.step}"))
     return shown
 
 

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 from statistics import fmean
 
+from orchestrator.record.events.decoding import finite
+from orchestrator.record.events.kinds import Checkpoint, Evaluation, Failure, OutOfMemory, Step, Warned
 from orchestrator.record.experts.expert_changes import change_counts
-from orchestrator.record.files.events import Event
 from orchestrator.report.draw.text import failure_text
 from orchestrator.report.run.figures.expert_load import IDLE_RATIO, busiest_layer, layer_loads
 from orchestrator.report.run.figures.host_load import (
@@ -27,7 +28,7 @@ from orchestrator.report.run.figures.outcome import (
     status_text,
     weights_text,
 )
-from orchestrator.report.run.figures.read import RunRecord, finite, section
+from orchestrator.report.run.figures.read import RunRecord, section
 from orchestrator.report.run.figures.stats import (
     best_evaluation,
     device_name,
@@ -107,11 +108,11 @@ def _run_lines(record: RunRecord) -> list[Line]:
     lines += [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
     lines.append(("workers", workers_text(record)))
     total = record.fact("total_steps")
-    done = record.steps[-1]["step"] if record.steps else 0
+    done = record.steps[-1].step if record.steps else 0
     of_total = f" of {total}" if isinstance(total, int) and total != done else ""
     lines.append(("steps", f"{done}{of_total}"))
     if record.epochs:
-        lines.append(("epochs", str(record.epochs[-1]["epoch"] + 1)))
+        lines.append(("epochs", str(record.epochs[-1].epoch + 1)))
     if record.seconds is not None:
         lines.append(("time", seconds_text(record.seconds)))
     num_parameters = finite(record.fact("parameters"))
@@ -127,22 +128,22 @@ def _quality_lines(record: RunRecord) -> list[Line]:
         lines.append(("train, last step", _scores_text(record.steps[-1], names)))
     final = final_evaluation(record)
     if final is not None:
-        lines.append(("validation", f"{_scores_text(final, names)}   at step {final['step']}"))
+        lines.append(("validation", f"{_scores_text(final, names)}   at step {final.step}"))
         last = record.evaluations[-1]
-        if last["step"] != final["step"]:
+        if last.step != final.step:
             lines.append(("validation, last", _scores_text(last, names)))
     lines.append(("final weights", weights_text(record)))
     best = best_evaluation(record)
     if best is not None:
         name = watched_metric(record)
-        lines.append((f"best {name}", f"{score_text(score_number(best, name))} at step {best['step']}"))
+        lines.append((f"best {name}", f"{score_text(score_number(best, name))} at step {best.step}"))
     non_finite = non_finite_text(record)
     if non_finite is not None:
         lines.append(("nan or infinite", non_finite))
     return [(label, text) for label, text in lines if text]
 
 
-def _scores_text(event: Event, names: Iterable[str]) -> str:
+def _scores_text(event: Step | Evaluation, names: Iterable[str]) -> str:
     scores = {name: score(event, name) for name in names}
     return "   ".join(f"{name} {score_text(value)}" for name, value in scores.items() if value is not None)
 
@@ -283,22 +284,24 @@ def _figure_text(value: float, unit: str) -> str:
 def _course_lines(record: RunRecord) -> list[Line]:
     """Return checkpoints, out-of-memory errors, resumes, failures and warnings, with their costs."""
     lines = _checkpoint_lines(record)
-    ooms = record.of("oom")
+    ooms = record.of(OutOfMemory)
     oom_text = "never"
     if ooms:
-        micro_batch = ooms[-1].get("next_micro_batch", "?")
+        micro_batch = ooms[-1].next_micro_batch or "?"
         oom_text = f"{plural(len(ooms), 'recovery', 'recoveries')}, micro-batch now {micro_batch}"
     lines.append(("out of memory", oom_text))
     if record.resumes:
         times = plural(len(record.resumes), "time", "times")
-        steps = ", ".join(str(event.get("step", "?")) for event in record.resumes[-MAX_LISTED:])
+        steps = ", ".join(
+            "?" if event.step is None else str(event.step) for event in record.resumes[-MAX_LISTED:]
+        )
         repeated = plural(record.replayed_steps, "step", "steps")
         lines.append(("resumed", f"{times} (at step {steps}); {repeated} done again"))
     return lines + _failure_lines(record) + _warning_lines(record)
 
 
 def _checkpoint_lines(record: RunRecord) -> list[Line]:
-    checkpoints = record.of("checkpoint")
+    checkpoints = record.of(Checkpoint)
     totals = record.totals
     if not totals.num_checkpoints:
         return []
@@ -309,15 +312,15 @@ def _checkpoint_lines(record: RunRecord) -> list[Line]:
     if sizes:
         text += f", the last {bytes_text(sizes[-1])}"
     # Without stalls the checkpoints blocked the training for their whole duration.
-    if totals.num_stalls and any("stall" in event for event in checkpoints):
+    if totals.num_stalls and any(event.stall is not None for event in checkpoints):
         text += f"; training blocked {seconds_text(totals.stall_seconds / totals.num_stalls)} each"
     return [("checkpoints", text)]
 
 
 def _failure_lines(record: RunRecord) -> list[Line]:
     """Return the failures, the recoveries and their cost."""
-    failures = record.of("failure")
-    recovered = [event for event in failures if event.get("final") is False]
+    failures = record.of(Failure)
+    recovered = [event for event in failures if event.final is False]
     lines = [("worker lost", failure_text(event)) for event in recovered[-MAX_LISTED:]]
     if record.recoveries:
         times = plural(len(record.recoveries), "time", "times")
@@ -328,14 +331,14 @@ def _failure_lines(record: RunRecord) -> list[Line]:
         if goodput is not None:
             text = f"{goodput:.1%} of the time in steps and recoveries went into steps that count"
             lines.append(("goodput", text))
-    final = [event for event in failures if event.get("final") is not False]
-    lines += [("failure", f"{event.get('kind', '')}: {event.get('message', '')}") for event in final]
+    final = [event for event in failures if event.final is not False]
+    lines += [("failure", f"{event.kind}: {event.message}") for event in final]
     return lines
 
 
 def _warning_lines(record: RunRecord) -> list[Line]:
     """Return each warning once, with the number of times it occurred."""
-    counts = Counter(str(event.get("message", "")) for event in record.of("warning"))
+    counts = Counter(event.message for event in record.of(Warned))
     return [("warning", text + (f" (×{count})" if count > 1 else "")) for text, count in counts.items()]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from orchestrator.config.settings import setting_types
 from orchestrator.config.sweep.objective import THROUGHPUT
 from orchestrator.config.sweep.space import point_flags, point_key
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import STATUSES, SweepRecord, TrialRow
-from orchestrator.report.run.figures.read import finite
 from orchestrator.report.run.figures.stats import plural
 from orchestrator.report.sweep.scaling import ScalingSeries
 from orchestrator.report.sweep.sweep_table import throughput_text

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.sweep.space import point_key
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.report.run.figures.frames import Frame, as_column
-from orchestrator.report.run.figures.read import finite
 from orchestrator.report.sweep.facts import other_swept, series_label, setting_names, train_command
 from orchestrator.report.sweep.scaling import ScalingSeries, all_series, best_by_devices
 from orchestrator.report.sweep.trials import PLANNED, phase_shares, predicted_hours, trial_settings

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.sweep.space import point_key
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.run.figures.frames import Frame
-from orchestrator.report.run.figures.read import finite
 from orchestrator.report.sweep.facts import (
     SHORT_STATUS,
     objective_text,

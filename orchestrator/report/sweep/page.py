@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from orchestrator.config.sweep.objective import THROUGHPUT
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.draw.write import write_whole
-from orchestrator.report.run.figures.read import finite
 from orchestrator.report.run.figures.stats import plural
 from orchestrator.report.run.page import PAGE, document
 from orchestrator.report.run.sections import heading, tile_row, with_unit

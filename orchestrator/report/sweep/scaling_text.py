@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.config.sweep.objective import THROUGHPUT, VALIDATION_LOSS
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.run.figures.frames import Frame
-from orchestrator.report.run.figures.read import finite
 from orchestrator.report.sweep.facts import (
     hours_text,
     name_text,

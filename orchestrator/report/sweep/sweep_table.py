@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.sweep.objective import THROUGHPUT, read_objective
 from orchestrator.record.files.ledger import STATUSES, TrialRow, rank_trials
-from orchestrator.record.files.scalars import to_float
 from orchestrator.report.draw.display import printable_line
 from orchestrator.types import bytes_text, seconds_text, speed_text, value_text
 
@@ -112,9 +111,7 @@ def headline(rows: Sequence[TrialRow], running: int, total: int, done: int) -> s
 
 def seconds_left(rows: Iterable[TrialRow], running: int, left: int) -> float | None:
     """Return the seconds until the last trial ends, from the mean duration so far; None before the first."""
-    durations = [
-        row.seconds for row in rows if row.status != "infeasible" and (to_float(row.seconds) or 0) > 0
-    ]
+    durations = [row.seconds for row in rows if row.status != "infeasible" and (row.seconds or 0) > 0]
     if not durations or left <= 0:
         return None
     return sum(durations) / len(durations) * left / max(1, running)
@@ -167,8 +164,7 @@ def _has_interval(row: TrialRow) -> bool:
 
 
 def _value_text(value: float | None) -> str:
-    number = to_float(value)
-    return "" if number is None else f"{number:.4g}"
+    return "" if value is None else f"{value:.4g}"
 
 
 def _memory_text(row: TrialRow) -> str:

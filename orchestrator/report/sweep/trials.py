@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
-from orchestrator.report.run.figures.read import finite
 
 PLANNED = (
     "workers",

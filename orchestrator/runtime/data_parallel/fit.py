@@ -14,7 +14,7 @@ import ray
 from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from orchestrator.record.files.events import EventLog
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.runtime.bootstrap import Assignment
 from orchestrator.runtime.cluster.environment import priority_variables
 from orchestrator.runtime.cluster.prestart import worker_variables

@@ -21,7 +21,7 @@ import ray
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import OrchestratorError
 from orchestrator.plan.host_groups import groups_on
-from orchestrator.record.files.events import EventLog
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.runtime.bootstrap import Assignment
 from orchestrator.runtime.cluster.prestart import host_variables

@@ -13,7 +13,7 @@ import torch
 
 from experts.model import structure_of
 from orchestrator.errors import TrainingFailed
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import JsonEvent
 from orchestrator.train.data.bad_inputs import ADVICE, find_bad_input
 from orchestrator.train.loop.declared_names import DeclaredNames
 from orchestrator.train.loop.training import Training
@@ -96,7 +96,7 @@ class StepRecorder:
         self._warn_of_recompiles()
         self.restart_window()
 
-    def _step_event(self, step: PendingStep, figures: StepFigures) -> Event:
+    def _step_event(self, step: PendingStep, figures: StepFigures) -> JsonEvent:
         """Return the event of a step, and add the step to the sums of its epoch."""
         count = figures.count
         loss = figures.loss / max(1.0, count)
@@ -118,13 +118,13 @@ class StepRecorder:
         }
         return event | self._warm_up_mark(step)
 
-    def _warm_up_mark(self, last: PendingStep) -> Event:
+    def _warm_up_mark(self, last: PendingStep) -> JsonEvent:
         """Return the field that marks an event whose last step is ``last``, if that is a warm-up step.
 
         Events are written at the end of the warm-up, so that none mixes its steps with later ones."""
         return {"warm_up": True} if last.step - self._first_step <= _WARM_UP_STEPS else {}
 
-    def _phases_events(self, steps: Sequence[PendingStep]) -> list[Event]:
+    def _phases_events(self, steps: Sequence[PendingStep]) -> list[JsonEvent]:
         phases = self._stepper.clock.take()
         if not phases:
             return []
@@ -134,7 +134,7 @@ class StepRecorder:
         mark = self._warm_up_mark(steps[-1])
         return [self._event("phases", **{**phases, "total": total_s}, **mark)]
 
-    def _exchange_events(self, steps: Sequence[PendingStep]) -> list[Event]:
+    def _exchange_events(self, steps: Sequence[PendingStep]) -> list[JsonEvent]:
         """Return the mean cost per step of the token exchange between hosts."""
         per_step = [step.totals.exchange_stats for step in steps]
         stats = [tensor for tensor in per_step if tensor is not None]
@@ -153,7 +153,7 @@ class StepRecorder:
             )
         ]
 
-    def _load_events(self, steps: Sequence[PendingStep]) -> list[Event]:
+    def _load_events(self, steps: Sequence[PendingStep]) -> list[JsonEvent]:
         """Return the tokens per expert of each MoE layer, summed over the steps."""
         if not steps[0].totals.loads:
             return []
@@ -165,7 +165,7 @@ class StepRecorder:
         ids = {"ids": [list(layer.ids) for layer in structures]} if changed else {}
         return [self._event("load", steps=len(steps), loads=loads, **ids)]
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> JsonEvent:
         return {"event": kind, "time": time.time(), "step": self._progress.step, **fields}
 
     def _check_finite(self, figures: Sequence[StepFigures], steps: Sequence[PendingStep]) -> None:

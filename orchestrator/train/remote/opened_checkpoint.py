@@ -12,12 +12,10 @@ from typing import Any
 from orchestrator.checkpoint.files import MANIFEST, step_of
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.record.files.effective import effective_events
-from orchestrator.record.files.events import of_kind
+from orchestrator.record.events.effective import effective_events
 from orchestrator.record.files.remote_record import EVENTS, download_record
-from orchestrator.record.files.validate import is_valid
 from orchestrator.record.summary.index import read_fold
-from orchestrator.record.summary.summary import best_evaluation, write_json
+from orchestrator.record.summary.summary import best_evaluation, metric_of_best, write_json
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
 from orchestrator.train.remote.checkpoints import (
@@ -129,13 +127,11 @@ def _download(run: RemoteFolder, checkpoint: RemoteCheckpoint | None, local: Pat
 
 def _choose_step(steps: Sequence[int], record: Path) -> tuple[int, str]:
     """Return the step to evaluate of those that a run has, and why. ``record`` has the run's events."""
-    recorded = read_fold(record / EVENTS).events()
-    events = effective_events([event for event in recorded if is_valid(event)])
+    events = effective_events(read_fold(record / EVENTS).events())
     best = best_evaluation(events)
     newest = max(steps)
     if best is None:
         return newest, "the newest of the run, which has no validation result"
-    if best["step"] not in steps:
-        return newest, f"the newest of the run; the best, of step {best['step']}, is not there"
-    best_by = str(of_kind(events, "start")[-1].get("best_by")).partition(":")[0]
-    return best["step"], f"the best of the run, by {best_by}"
+    if best.step not in steps:
+        return newest, f"the newest of the run; the best, of step {best.step}, is not there"
+    return best.step, f"the best of the run, by {metric_of_best(events)}"

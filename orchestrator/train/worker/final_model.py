@@ -18,12 +18,12 @@ from orchestrator.checkpoint.progress import read_progress
 from orchestrator.checkpoint.saved_experts import OtherExperts
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged, ResourceError, TrainingFailed, UserError
-from orchestrator.record.files.effective import effective_events
-from orchestrator.record.files.events import Event, of_kind
+from orchestrator.record.events.effective import effective_events
+from orchestrator.record.events.kinds import End, Evaluation, Event
+from orchestrator.record.events.sessions import last_of
 from orchestrator.record.files.log import Log
-from orchestrator.record.files.validate import is_valid
 from orchestrator.record.summary.index import read_fold
-from orchestrator.record.summary.summary import best_evaluation
+from orchestrator.record.summary.summary import best_evaluation, metric_of_best
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import build_checked_model
@@ -56,16 +56,15 @@ def final_model(
     model is built, and all weights come from a checkpoint. With ``--evaluate-ema`` they are the
     average, which the validation results are of. ``held`` are events that could not be written to the
     record."""
-    recorded = read_fold(run_dir / "events.jsonl", held).events()
-    events = effective_events([event for event in recorded if is_valid(event)])
-    ends = of_kind(events, "end")
-    if not ends:
+    events = effective_events(read_fold(run_dir / "events.jsonl", held).events())
+    end = last_of(events, End)
+    if end is None or end.steps is None:
         raise ResourceError(
             f"{run_dir / 'events.jsonl'} does not say how the run ended: its end could not be written. "
             "Make room there, and continue the run from its newest checkpoint"
         )
-    last_step = ends[-1]["steps"]
-    chosen = choose_weights(events, prepared.resolved.config.checkpoint.keep_last)
+    last_step = end.steps
+    chosen = choose_weights(events, end, prepared.resolved.config.checkpoint.keep_last)
     averaged = prepared.resolved.config.optim.evaluate_ema
     contents: Contents | None = None
     if chosen.weights == "best" and (live_model is None or chosen.step != last_step):
@@ -105,19 +104,17 @@ def _built_model(task: Task) -> nn.Module:
     return model
 
 
-def choose_weights(events: Sequence[Event], keep_last: bool) -> FinalWeights:
+def choose_weights(events: Sequence[Event], end: End, keep_last: bool) -> FinalWeights:
     """Choose the step whose weights a run ends with, from the events that count. Pure."""
-    end = of_kind(events, "end")[-1]
-    last_step = end["steps"]
+    last_step = end.steps or 0
     best = best_evaluation(events)
-    if end["status"] != "completed":
+    if end.status != "completed":
         return FinalWeights(last_step, "last", "the run can be continued")
     if keep_last:
         return FinalWeights(last_step, "last", "set by --keep-last")
     if best is not None:
-        best_by = str(of_kind(events, "start")[-1].get("best_by")).partition(":")[0]
-        return FinalWeights(best["step"], "best", f"the best validation {best_by}")
-    if of_kind(events, "evaluate"):
+        return FinalWeights(best.step, "best", f"the best validation {metric_of_best(events)}")
+    if last_of(events, Evaluation) is not None:
         # The run was continued in a folder of its own.
         return FinalWeights(last_step, "last", "the best result is of an earlier run, in another folder")
     return FinalWeights(last_step, "last", "there is no validation result to choose by")

@@ -17,7 +17,7 @@ from orchestrator.live.callbacks.callbacks import CallbackRunner
 from orchestrator.live.screen.screen import Screen
 from orchestrator.live.trackers.trackers import TrackerThread
 from orchestrator.plan.inventory.hardware import inventory, secret_values
-from orchestrator.record.files.events import EventLog, Listener
+from orchestrator.record.files.event_log import EventLog, Listener
 from orchestrator.record.files.log import Log
 from orchestrator.record.machine.monitor import Monitor
 from orchestrator.record.summary.index import FoldKeeper

@@ -18,8 +18,9 @@ from orchestrator.checkpoint.saved_experts import OtherExperts, SavedExperts
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.live.callbacks.callbacks import CallbackRunner
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.record.files.events import DriverLog, EventLog, last_recorded_step
+from orchestrator.record.files.event_log import DriverLog, EventLog
 from orchestrator.record.files.log import Log
+from orchestrator.record.files.reading import last_recorded_step
 from orchestrator.record.summary.index import read_fold, save_fold
 from orchestrator.redaction import Secrets, mask
 from orchestrator.run.plan_file import (

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.recovery.chaos_table import costs, recovery_table, spread, spread_table, time_kept
 from harness.faults.fault_schedule import FiredFault
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import JsonEvent as Event
 
 
 def step(number: int, at: float) -> Event:

@@ -14,7 +14,7 @@ import pytest
 
 from harness.faults.fault_injector import FaultInjector, idle_ranks, is_alive
 from harness.faults.fault_schedule import FaultFolder, FaultSchedule
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import JsonEvent as Event
 
 NO_PROCESS = 2**22 + 1
 """A number that no process has."""

@@ -17,7 +17,7 @@ from harness.faults.fault_schedule import FaultFolder
 from harness.storage.checkpoints import save_checkpoint
 from orchestrator.checkpoint.files import Contents
 from orchestrator.checkpoint.store import CheckpointStore
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import JsonEvent as Event
 
 
 def steps(*numbers: int, per_epoch: int = 4, samples: int = 2) -> list[Event]:

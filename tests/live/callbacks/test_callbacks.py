@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from harness.runs.records import made
 from orchestrator.config.settings import Config
 from orchestrator.errors import TaskFailed, UserError
 from orchestrator.live.callbacks.callback_values import CheckpointInfo, EvaluationInfo, StepInfo
@@ -76,7 +77,7 @@ def runner_of(
 def test_values_are_frozen_and_hold_the_figures_of_the_event() -> None:
     seen = Seen()
     runner, _ = runner_of(seen)
-    runner(STEP)
+    runner(made(STEP))
     (value,) = seen.values
     assert (value.step, value.loss, value.grad_norm) == (3, 0.5, float("inf"))
     assert value.metrics == {"accuracy": 0.25}
@@ -90,16 +91,16 @@ def test_a_checkpoint_is_named_by_its_whole_path(tmp_path: Path) -> None:
     seen = Seen()
     runner, _ = runner_of(seen, folder=tmp_path)
     fields = {"step": 3, "path": "checkpoints/step_00000003", "bytes": 9, "seconds": 0.5, "stall": 0.1}
-    runner({"event": "checkpoint", **fields})
+    runner(made({"event": "checkpoint", **fields}))
     assert seen.values == [CheckpointInfo(3, tmp_path / "checkpoints" / "step_00000003", 9, 0.5)]
 
 
 def test_restarted_workers_do_not_start_the_run_again() -> None:
     seen = Seen()
     runner, _ = runner_of(seen)
-    runner(START)
-    runner(STEP)
-    runner({**START, "step": 2})
+    runner(made(START))
+    runner(made(STEP))
+    runner(made({**START, "step": 2}))
     assert [type(value).__name__ for value in seen.values] == ["StartInfo", "StepInfo"]
     assert seen.values[0].config == Config()
 
@@ -108,19 +109,19 @@ def test_requests_are_collected() -> None:
     answer = Request(stop="good enough", save=True, log={"ratio": 2})
     runner, written = runner_of(Seen(answer), Seen())
     assert (runner.stop_reason, runner.take_save()) == (None, False)
-    runner(STEP)
+    runner(made(STEP))
     assert runner.stop_reason == "Seen.on_step asked to stop: good enough"
     assert [runner.take_save(), runner.take_save()] == [True, False]
     assert written == [{"event": "log", "step": 3, "values": {"ratio": 2.0}}]
-    runner(STEP)
+    runner(made(STEP))
     assert runner.num_saves == 2
 
 
 def test_an_error_is_reported_once_and_counted_and_the_others_are_called() -> None:
     seen = Seen()
     runner, written = runner_of(Failing(), seen)
-    runner(STEP)
-    runner({**STEP, "step": 4})
+    runner(made(STEP))
+    runner(made({**STEP, "step": 4}))
     runner.check()
     assert [value.step for value in seen.values] == [3, 4]
     (warning,) = written
@@ -128,14 +129,14 @@ def test_an_error_is_reported_once_and_counted_and_the_others_are_called() -> No
     assert "ZeroDivisionError: my own mistake at step 3" in warning["message"]
     assert "while running the callback Failing.on_step" in warning["message"]
     assert "test_callbacks.py" in warning["message"]
-    runner(END)
+    runner(made(END))
     assert len(written) == 2
     assert written[1]["message"] == "the callback Failing.on_step failed 2 times"
 
 
 def test_an_error_ends_the_run_if_asked() -> None:
     runner, written = runner_of(Failing(), raise_errors=True)
-    runner(STEP)
+    runner(made(STEP))
     with pytest.raises(TaskFailed, match="my own mistake at step 3"):
         runner.check()
     runner.check()
@@ -144,7 +145,7 @@ def test_an_error_ends_the_run_if_asked() -> None:
 
 def test_a_wrong_answer_is_an_error_of_the_callback() -> None:
     runner, written = runner_of(Seen(answer=True))
-    runner(STEP)
+    runner(made(STEP))
     assert "Seen.on_step returned True; a Request or None was needed" in written[0]["message"]
 
 

@@ -12,6 +12,7 @@ from http.client import HTTPConnection
 import pytest
 
 from harness.fakes.fake_events import FakeRun, run_events
+from harness.runs.records import made
 from orchestrator.errors import UserError
 from orchestrator.live.metrics.endpoint import CONTENT_TYPE, MAX_CONNECTIONS, RunMetrics, metrics_endpoint
 
@@ -47,11 +48,11 @@ def ask(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, st
 def test_a_scrape_sees_the_newest_events(served: RunMetrics, notes: list[str]) -> None:
     events = run_events(FakeRun())
     for event in events[:40]:
-        served(event)
+        served(made(event))
     status, content_type, before = ask(port_of(notes))
     assert (status, content_type) == (200, CONTENT_TYPE)
     for event in events[40:]:
-        served(event)
+        served(made(event))
     after = ask(port_of(notes))[2]
     assert before != after
     assert 'orchestrator_step{run="run-1"} 120.0\n' in after
@@ -81,7 +82,7 @@ def test_scrapers_and_events_may_come_at_once(served: RunMetrics, notes: list[st
     for thread in threads:
         thread.start()
     for event in events:
-        served(event)
+        served(made(event))
     done.set()
     for thread in threads:
         thread.join()

@@ -10,9 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_placements import expert_event
+from harness.runs.records import made
 from orchestrator.live.metrics.exposition import exposition
 from orchestrator.live.metrics.metrics import METRICS
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.record.live.state import RunState
 
 HOSTED = FakeRun(experts=7, layers=3, workers=3, hosted=True, gpu=True, recover_at=75)
@@ -29,7 +30,7 @@ Key = tuple[str, frozenset[tuple[str, str]]]
 def state_after(events: list[Event]) -> RunState:
     state = RunState()
     for event in events:
-        state(event)
+        state(made(event))
     return state
 
 
@@ -84,7 +85,7 @@ def test_values_are_those_of_the_last_events() -> None:
 
 def test_every_metric_has_a_sample_of_a_run_that_uses_everything() -> None:
     state = state_after(run_events(FakeRun(**vars(HOSTED) | {"ends": "killed"})))
-    state(expert_event(120, "born", ids=[7], parents=[0]))
+    state(made(expert_event(120, "born", ids=[7], parents=[0])))
     names = {name for name, _ in parsed(state)}
     assert names == {metric.name for metric in METRICS}
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from harness.runs.records import made
 from harness.runs.screens import END, ESCAPE, EVALUATE, drawn_lines, piped, start, step, terminal
 from orchestrator.live.screen.screen import Screen
 
@@ -13,7 +14,7 @@ from orchestrator.live.screen.screen import Screen
 def test_piped_lines_are_not_wrapped() -> None:
     screen, out = piped(width=40)
     screen.banner([("folder", "/results/" + "x" * 200)], "run")
-    screen({"event": "resume", "step": 40, "path": "/results/" + "y" * 150, "skipped": []})
+    screen(made({"event": "resume", "step": 40, "path": "/results/" + "y" * 150, "skipped": []}))
     assert len(out.getvalue().splitlines()) == 3
 
 
@@ -21,8 +22,8 @@ def test_piped_lines_are_not_wrapped() -> None:
 def test_text_from_outside_is_neither_markup_nor_control(open_screen: Any) -> None:
     screen, out = open_screen(width=120)
     screen.banner([("[red]task[/red]", "[/oops] [bold]x")], "[link=http://x]title")
-    screen({"event": "warning", "message": f"[/nope] [blink]a{ESCAPE}[2Jb\nc\rd :smile:"})
-    screen({**EVALUATE, "metrics": {"[red]acc": 0.5}})
+    screen(made({"event": "warning", "message": f"[/nope] [blink]a{ESCAPE}[2Jb\nc\rd :smile:"}))
+    screen(made({**EVALUATE, "metrics": {"[red]acc": 0.5}}))
     shown = out.getvalue()
     for literal in (
         "[red]task[/red]",
@@ -38,7 +39,7 @@ def test_text_from_outside_is_neither_markup_nor_control(open_screen: Any) -> No
 
 def test_a_long_message_is_cut() -> None:
     screen, out = piped()
-    screen({"event": "failure", "kind": "task", "message": "x" * 5000})
+    screen(made({"event": "failure", "kind": "task", "message": "x" * 5000}))
     assert len(out.getvalue()) <= 301
 
 
@@ -62,7 +63,7 @@ def test_quiet_shows_nothing() -> None:
     screen = Screen(Console(file=out, force_terminal=True), quiet=True)
     screen.banner([("a", "b")], "title")
     for event in (start(2), step(1), EVALUATE, {"event": "warning", "message": "slow disk"}, END):
-        screen(event)
+        screen(made(event))
     screen.close()
     assert out.getvalue() == ""
 
@@ -72,8 +73,8 @@ def test_an_ascii_output_gets_ascii() -> None:
     screen = Screen(
         Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), force_terminal=False)
     )
-    screen(EVALUATE)
-    screen({"event": "warning", "message": "naïve → 5 µs"})
+    screen(made(EVALUATE))
+    screen(made({"event": "warning", "message": "naïve → 5 µs"}))
     assert raw.getvalue().decode("ascii").splitlines() == [
         "epoch 4  step 69  validation loss 0.1523  accuracy 0.9617  * best",
         "warning: na?ve ? 5 ?s",
@@ -87,24 +88,23 @@ def test_a_display_that_fails_does_not_end_the_run(
     error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
     screen, _ = piped()
-    screen(start(3))
+    screen(made(start(3)))
 
     def fail(*arguments: Any, **named: Any) -> None:
         raise error
 
     monkeypatch.setattr(screen._display.console, "print", fail)
     for number in (1, 2, 3):
-        screen(step(number))
+        screen(made(step(number)))
     assert len(caplog.records) == 1
     assert "the run continues" in caplog.text
 
 
 def test_unknown_events_and_odd_values_are_harmless(caplog: pytest.LogCaptureFixture) -> None:
     screen, out = piped()
-    screen({"event": "comet"})
-    screen({"event": "monitor", "devices": None, "host": None})
-    screen(start(None))
-    screen(step(1, loss="nan", samples=None, seconds=0))
-    screen({"event": "evaluate", "step": 1, "epoch": 0, "loss": None, "metrics": None})
+    screen(made({"event": "monitor", "step": 1, "devices": None, "host": None}))
+    screen(made(start(None)))
+    screen(made(step(1, loss="nan", samples=None, seconds=0)))
+    screen(made({"event": "evaluate", "step": 1, "epoch": 0, "loss": None, "metrics": None}))
     assert out.getvalue().splitlines() == ["epoch 1  step 1/?  loss nan", "epoch 1  step 1"]
     assert not caplog.records

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from harness.fakes.fake_placements import expert_event
+from harness.runs.records import made
 from harness.runs.screens import (
     END,
     ESCAPE,
@@ -20,18 +21,18 @@ from harness.runs.screens import (
 
 def test_a_new_run_is_not_shown_as_resumed() -> None:
     screen, out = piped()
-    screen({"event": "resume", "step": 0, "path": None, "skipped": []})
+    screen(made({"event": "resume", "step": 0, "path": None, "skipped": []}))
     assert out.getvalue() == ""
-    screen({"event": "resume", "step": 40, "path": "step_00000040", "skipped": []})
+    screen(made({"event": "resume", "step": 40, "path": "step_00000040", "skipped": []}))
     assert out.getvalue() == "resumed at step 40 from step_00000040\n"
 
 
 def test_an_evaluation_is_a_line_above_the_bar() -> None:
     screen, out = terminal()
-    screen(start(100))
-    screen(step(69))
-    screen(EVALUATE)
-    screen(END)
+    screen(made(start(100)))
+    screen(made(step(69)))
+    screen(made(EVALUATE))
+    screen(made(END))
     lines = drawn_lines(out.getvalue())
     text = "validation loss 0.1523  accuracy 0.9617  ★ best"
     evaluation = next(index for index, line in enumerate(lines) if text in line)
@@ -41,7 +42,7 @@ def test_an_evaluation_is_a_line_above_the_bar() -> None:
 
 def test_only_the_best_evaluation_has_a_star() -> None:
     screen, out = piped()
-    screen({**EVALUATE, "best": False, "metrics": {"accuracy": "nan", "note": "text"}})
+    screen(made({**EVALUATE, "best": False, "metrics": {"accuracy": "nan", "note": "text"}}))
     assert out.getvalue().strip() == "epoch 4  step 69  validation loss 0.1523  accuracy nan"
 
 
@@ -97,45 +98,54 @@ WARNINGS = [
 @pytest.mark.parametrize(("event", "text"), WARNINGS)
 def test_a_warning_is_one_yellow_line(event: dict[str, Any], text: str) -> None:
     screen, out = piped(width=120)
-    screen(event)
+    screen(made(event))
     assert text in out.getvalue()
     screen, out = terminal(width=120)
-    screen(event)
+    screen(made(event))
     assert f"{ESCAPE}[33m" in out.getvalue()
     assert text in without_escapes(out.getvalue())
 
 
 def test_a_recovery_takes_two_lines_and_the_steps_continue() -> None:
     screen, out = piped()
-    screen(start(100))
-    screen(step(40))
+    screen(made(start(100)))
+    screen(made(step(40)))
     screen(
-        {
-            "event": "failure",
-            "kind": "worker",
-            "message": "host 1 was lost",
-            "rank": 1,
-            "step": 40,
-            "final": False,
-        }
+        made(
+            {
+                "event": "failure",
+                "kind": "worker",
+                "message": "host 1 was lost",
+                "rank": 1,
+                "step": 40,
+                "final": False,
+            }
+        )
     )
-    screen(start(100, first=35))
-    screen({"event": "resume", "step": 35, "path": "checkpoints/step_00000035", "skipped": []})
+    screen(made(start(100, first=35)))
+    screen(made({"event": "resume", "step": 35, "path": "checkpoints/step_00000035", "skipped": []}))
     screen(
-        {"event": "placement", "sentence": "6 experts on 3 hosts (as before): slowest host 1.12 of the mean"}
+        made(
+            {
+                "event": "placement",
+                "sentence": "6 experts on 3 hosts (as before): slowest host 1.12 of the mean",
+            }
+        )
     )
     screen(
-        {
-            "event": "recovery",
-            "total_seconds": 12.3,
-            "workers_before": 2,
-            "workers": 2,
-            "step": 35,
-            "lost_steps": 5,
-        }
+        made(
+            {
+                "event": "recovery",
+                "total_seconds": 12.3,
+                "workers_before": 2,
+                "workers": 2,
+                "step": 35,
+                "lost_steps": 5,
+            }
+        )
     )
-    screen(step(36))
-    screen({"event": "failure", "kind": "killed", "rank": 0, "step": 36, "final": True})
+    screen(made(step(36)))
+    screen(made({"event": "failure", "kind": "killed", "rank": 0, "step": 36, "final": True}))
     lines = [line.split("  loss")[0] for line in out.getvalue().splitlines()]
     assert lines == [
         "epoch 1  step 40/100",
@@ -148,40 +158,46 @@ def test_a_recovery_takes_two_lines_and_the_steps_continue() -> None:
 def test_a_group_that_grows_shows_its_recovery_alone() -> None:
     """No failure came before it, and the state comes from memory: there is no checkpoint to name."""
     screen, out = piped()
-    screen(step(28))
-    screen({"event": "resume", "step": 28, "path": None, "source": "memory", "skipped": []})
+    screen(made(step(28)))
+    screen(made({"event": "resume", "step": 28, "path": None, "source": "memory", "skipped": []}))
     grown = {"total_seconds": 2.5, "workers_before": 2, "workers": 3, "step": 28, "lost_steps": 0}
-    screen({"event": "recovery", **grown})
+    screen(made({"event": "recovery", **grown}))
     assert "resumed" not in out.getvalue()
     assert "recovered in 2.5 s on 3 workers instead of 2 at step 28" in out.getvalue()
 
 
 def test_a_notice_is_a_line_of_its_own() -> None:
     screen, out = piped()
-    screen({"event": "notice", "message": "measuring the batch size ..."})
+    screen(made({"event": "notice", "message": "measuring the batch size ..."}))
     assert out.getvalue() == "measuring the batch size ...\n"
 
 
 def test_a_placement_is_one_quiet_line() -> None:
     screen, out = piped()
-    screen(start(10))
+    screen(made(start(10)))
     screen(
-        {"event": "placement", "step": 0, "hosts": [], "sentence": "5 experts on 3 hosts\n\x1b[31m(exact)"}
+        made(
+            {
+                "event": "placement",
+                "step": 0,
+                "hosts": [],
+                "sentence": "5 experts on 3 hosts\n\x1b[31m(exact)",
+            }
+        )
     )
-    screen({"event": "placement"})
-    screen({"event": "exchange", "step": 10, "steps": 10, "bytes": 4096, "seconds": 0.1, "rows": 4})
+    screen(made({"event": "placement"}))
+    screen(made({"event": "exchange", "step": 10, "steps": 10, "bytes": 4096, "seconds": 0.1, "rows": 4}))
     assert out.getvalue().splitlines() == ["5 experts on 3 hosts  [31m(exact)"]
     live, drawn = terminal()
-    live({"event": "placement", "sentence": "5 experts on 3 hosts"})
+    live(made({"event": "placement", "sentence": "5 experts on 3 hosts"}))
     assert f"{ESCAPE}[2m5 experts on 3 hosts{ESCAPE}[0m" in drawn.getvalue()
 
 
 def test_a_change_of_experts_is_one_line() -> None:
     screen, out = piped(120)
-    screen(start(100))
-    screen(expert_event(20, "born", [4], parents=[1], reason="gate entropy\x1b[31m 1.31", experts=5))
-    screen(expert_event(30, "grown", [4]))
-    screen({"event": "expert_graph", "step": 30, "layers": []})
+    screen(made(start(100)))
+    screen(made(expert_event(20, "born", [4], parents=[1], reason="gate entropy\x1b[31m 1.31", experts=5)))
+    screen(made({"event": "expert_graph", "step": 30, "layers": []}))
     (line,) = out.getvalue().splitlines()
     assert line.startswith("step 20  layer 0: expert 4 born from 1, 5 experts now: gate entropy")
     assert ESCAPE not in line

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from harness.fakes.fake_tracker import CONFIG, FakeTracker
+from harness.runs.records import made
 from orchestrator.errors import UserError
 from orchestrator.live.trackers.tracker_backends import Tracker, TrackerFactory
 from orchestrator.live.trackers.trackers import TrackerThread
-from orchestrator.record.files.events import EventLog
+from orchestrator.record.files.event_log import EventLog
 
 
 def step(number: int) -> dict[str, Any]:
@@ -35,8 +36,12 @@ def test_short_steps_are_thinned_to_ten_per_second(tmp_path: Path) -> None:
     thread = TrackerThread({"one": recording_factory(built)}, tmp_path, "run-1", CONFIG)
     # Ten seconds of steps of 10 ms, each with an evaluation, which is not thinned.
     for number in range(1000):
-        thread({"event": "step", "time": 100 + number / 100, "step": number, "loss": 1.0})
-        thread({"event": "evaluate", "time": 100 + number / 100, "step": number, "loss": 2.0, "metrics": {}})
+        thread(made({"event": "step", "time": 100 + number / 100, "step": number, "loss": 1.0}))
+        thread(
+            made(
+                {"event": "evaluate", "time": 100 + number / 100, "step": number, "loss": 2.0, "metrics": {}}
+            )
+        )
     thread.close()
     assert 80 <= len(built[0].points["train/loss"]) <= 101
     assert len(built[0].points["validation/loss"]) == 1000
@@ -89,7 +94,7 @@ def test_a_tracker_that_raises_is_reported_once_and_switched_off(tmp_path: Path)
         warnings.append,
     )
     for number in range(1, 21):
-        thread(step(number))
+        thread(made(step(number)))
     thread.close()
     good = next(fake for fake in built if type(fake) is FakeTracker)
     bad = next(fake for fake in built if type(fake) is Raising)
@@ -114,7 +119,7 @@ def test_a_tracker_that_raises_now_and_then_stays_on(tmp_path: Path) -> None:
         {"moody": recording_factory(built, Moody)}, tmp_path, "run-1", CONFIG, warnings.append
     )
     for number in range(1, 31):
-        thread(step(number))
+        thread(made(step(number)))
     thread.close()
     assert len(built[0].points["train/loss"]) == 10
     assert len(warnings) == 1
@@ -148,7 +153,7 @@ def test_a_tracker_that_does_not_start_is_reported(tmp_path: Path) -> None:
 
     warnings: list[str] = []
     thread = TrackerThread({"bad": refuse}, tmp_path, "run-1", CONFIG, warnings.append)
-    thread(step(1))
+    thread(made(step(1)))
     thread.close()
     assert len(warnings) == 1
     assert "did not start: UserError: no API key" in warnings[0]
@@ -174,10 +179,10 @@ def test_a_tracker_that_hangs_in_log_delays_nothing(tmp_path: Path, release: thr
     warnings: list[str] = []
     factories = {"hanging": recording_factory(built, Hanging), "good": recording_factory(built)}
     thread = TrackerThread(factories, tmp_path, "run-1", CONFIG, warnings.append, close_timeout_s=0.2)
-    thread(step(1))
+    thread(made(step(1)))
     assert entered.wait(30)
     for number in range(2, 101):
-        thread(step(number))  # returns, though the tracker still hangs in its first call
+        thread(made(step(number)))  # returns, though the tracker still hangs in its first call
     thread.close()
     assert not release.is_set()
     good = next(fake for fake in built if type(fake) is FakeTracker)
@@ -211,7 +216,7 @@ def test_a_tracker_that_hangs_elsewhere_is_abandoned(
     thread = TrackerThread(
         {"hanging": Hanging}, tmp_path, "run-1", CONFIG, warnings.append, close_timeout_s=0.2
     )
-    thread(step(1))
+    thread(made(step(1)))
     thread.close()
     assert entered.wait(30)
     assert not release.is_set()
@@ -233,10 +238,10 @@ def test_a_full_queue_drops_updates_and_counts_them(tmp_path: Path, release: thr
     thread = TrackerThread(
         {"slow": recording_factory(built, Slow)}, tmp_path, "run-1", CONFIG, warnings.append, queue_size=4
     )
-    thread(step(1))
+    thread(made(step(1)))
     assert entered.wait(30)
     for number in range(2, 12):
-        thread(step(number))
+        thread(made(step(number)))
     assert thread.dropped == {"slow": 6}
     release.set()
     thread.close()
@@ -252,7 +257,7 @@ def test_the_real_trackers_run_side_by_side(tmp_path: Path, elsewhere: Path) -> 
     thread = TrackerThread(
         ["tensorboard", "wandb"], tmp_path / "run", "run-1", CONFIG, warnings.append, close_timeout_s=120
     )
-    thread(step(1))
+    thread(made(step(1)))
     thread.close()
     assert warnings == []
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))

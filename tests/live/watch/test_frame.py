@@ -12,9 +12,10 @@ from rich.cells import cell_len
 
 from harness.fakes.fake_events import START_TIME, FakeRun, run_events
 from harness.fakes.fake_placements import expert_event
+from harness.runs.records import decoded
 from orchestrator.live.watch.frame import Size, frame
 from orchestrator.live.watch.glyphs import bar, curve, plain
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.record.live.state import RunState
 
 FRAMES = Path(__file__).parent / "frames"
@@ -39,7 +40,7 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def drawn(events: list[Event], size: Size, now: float = START_TIME + 30) -> list[str]:
     state = RunState()
-    for event in events:
+    for event in decoded(events):
         state(event)
     return [line.plain for line in frame(state, "run-1", size, now)]
 

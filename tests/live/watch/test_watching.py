@@ -17,7 +17,8 @@ from harness.fakes.fake_sweep import write_sweep
 from orchestrator.errors import UserError
 from orchestrator.live.watch import watching
 from orchestrator.live.watch.watching import Watch, show_once, show_until_end
-from orchestrator.record.files.events import DriverLog, Event, EventLog, encode_event
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.event_log import DriverLog, EventLog, encode_event
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 
 ESCAPE = "\x1b"

@@ -9,15 +9,14 @@ import pytest
 
 from harness.fakes.fake_evolution import EVOLVING, EVOLVING_HOSTS, evolving_events
 from harness.fakes.fake_placements import expert_event, load
+from harness.runs.records import by_step, decoded, made
+from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.record.experts.expert_changes import (
     change_counts,
     expert_changes,
-    expert_events,
     final_num_experts,
     lasting_changes,
-    parse_change,
 )
-from orchestrator.record.files.events import Event, by_step
 from orchestrator.record.summary.summary import summarise
 
 COUNTS = {"born": 2, "warmed": 1, "merged": 1, "pruned": 1, "moved": 1, "copied": 1, "undone": 1}
@@ -28,22 +27,21 @@ def start(step: int) -> Event:
 
 
 def kinds(events: list[Event]) -> list[tuple[int, str]]:
-    return [(change.step, change.kind) for change in expert_changes(events)]
+    return [(change.step, change.change) for change in expert_changes(decoded(events))]
 
 
 def test_every_field_of_a_change_is_read() -> None:
     event = expert_event(20, "merged", [5], parents=[0, 3], hosts=[[0, 2]], reason="alike", experts=4)
-    change = parse_change(event | {"loss_before": 0.5, "loss_after": "nan", "output_change": 1e-7})
-    assert change is not None
+    change = made(event | {"loss_before": 0.5, "loss_after": "nan", "output_change": 1e-7})
     assert (change.step, change.layer, change.layer_name) == (20, 0, "blocks.0.ffn")
     assert (change.ids, change.parents, change.hosts) == ((5,), (0, 3), ((0, 2),))
-    assert (change.reason, change.num_experts, change.seconds) == ("alike", 4, 0.01)
+    assert (change.reason, change.experts, change.seconds) == ("alike", 4, 0.01)
     assert (change.loss_before, change.output_change) == (0.5, 1e-7)
 
 
 def test_an_undone_change_and_its_undoing_do_not_last() -> None:
-    changes = expert_changes(evolving_events(EVOLVING_HOSTS))
-    assert [(change.step, change.kind) for change in lasting_changes(changes)] == [
+    changes = expert_changes(decoded(evolving_events(EVOLVING_HOSTS)))
+    assert [(change.step, change.change) for change in lasting_changes(changes)] == [
         (20, "born"),
         (40, "warmed"),
         (50, "merged"),
@@ -58,31 +56,35 @@ def test_an_undone_change_and_its_undoing_do_not_last() -> None:
 def test_only_the_change_directly_before_it_is_undone() -> None:
     first = expert_event(10, "born", [4], parents=[1])
     other = expert_event(10, "born", [5], parents=[2])
-    changes = expert_changes([first, other, other | {"change": "undone"}])
+    changes = expert_changes(decoded([first, other, other | {"change": "undone"}]))
     assert [change.ids for change in lasting_changes(changes)] == [(4,)]
-    assert lasting_changes(expert_changes([first, other, first | {"change": "undone"}])) == changes[:2]
+    assert (
+        lasting_changes(expert_changes(decoded([first, other, first | {"change": "undone"}]))) == changes[:2]
+    )
 
 
 def test_the_summary_has_the_number_of_experts_and_the_counts_of_changes() -> None:
-    summary = summarise(evolving_events(EVOLVING_HOSTS))
+    summary = summarise(decoded(evolving_events(EVOLVING_HOSTS)))
     assert summary["experts"] == [3, 5]
     assert summary["expert_changes"] == COUNTS
-    fixed = summarise([event for event in evolving_events() if event["event"] not in ("expert", "load")])
+    fixed = summarise(
+        decoded([event for event in evolving_events() if event["event"] not in ("expert", "load")])
+    )
     assert (fixed["experts"], fixed["expert_changes"]) == ([], {})
 
 
 def test_a_change_after_the_last_load_counts() -> None:
     loads = [load(10, [1, 1, 1], [1, 1])]
-    changes = expert_changes([expert_event(10, "pruned", [0], experts=2)])
-    assert final_num_experts(changes, loads) == [2, 2]
-    earlier = expert_changes([expert_event(9, "pruned", [0], experts=7)])
-    assert final_num_experts(earlier, loads) == [3, 2], "the load was counted after it"
+    changes = expert_changes(decoded([expert_event(10, "pruned", [0], experts=2)]))
+    assert final_num_experts(changes, decoded(loads)) == [2, 2]
+    earlier = expert_changes(decoded([expert_event(9, "pruned", [0], experts=7)]))
+    assert final_num_experts(earlier, decoded(loads)) == [3, 2], "the load was counted after it"
 
 
 @pytest.mark.parametrize("resume_at", [55, 75])
 def test_changes_repeated_after_a_restart_count_once(resume_at: int) -> None:
     events = evolving_events(replace(EVOLVING, resume_at=resume_at))
-    assert len([event for event in events if event["event"] == "expert"]) > len(expert_events(events))
+    assert len([event for event in events if event["event"] == "expert"]) > len(kinds(events))
     assert kinds(events) == kinds(evolving_events(EVOLVING))
 
 
@@ -117,8 +119,8 @@ def test_changes_at_the_step_of_a_restart_are_replaced_if_they_are_repeated() ->
 )
 def test_malformed_events_are_left_out(fields: dict[str, Any]) -> None:
     events = [expert_event(20, "born", [4]) | fields]
-    assert expert_changes(events) == []
-    assert summarise(events)["expert_changes"] == {}
+    assert expert_changes(decoded(events)) == []
+    assert summarise(decoded(events))["expert_changes"] == {}
 
 
 def test_loads_of_evolving_runs_name_their_experts() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from harness.fakes.fake_evolution import EVOLVING, FINAL_IDS, evolving_events
-from orchestrator.record.experts.expert_graph import expert_graphs, graph_of_epochs, parse_graph
-from orchestrator.record.files.events import Event
+from harness.runs.records import decoded, made
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.experts.expert_graph import checked_graph, expert_graphs, graph_of_epochs
 
 EXPERT = {"id": 4, "size": 64, "share": 0.25, "hosts": [0, 2], "age": 10, "parents": [1], "warming": True}
 
@@ -24,8 +25,8 @@ def layer_fields(*experts: Any, **fields: Any) -> dict[str, Any]:
 
 def test_every_field_of_a_graph_is_read() -> None:
     pairs = {"coactivation": [[4, 1, 0.5]], "similarity": [[1, 4, -0.25]]}
-    graph = parse_graph(graph_event(layer_fields(EXPERT, EXPERT | {"id": 1}, **pairs), epoch=2))
-    assert (graph.step, graph.epoch) == (30, 3), "people count epochs from 1"
+    graph = checked_graph(made(graph_event(layer_fields(EXPERT, EXPERT | {"id": 1}, **pairs), epoch=2)))
+    assert (graph.step, graph.shown_epoch) == (30, 3), "people count epochs from 1"
     layer = graph.layer(0)
     assert layer is not None
     assert (layer.name, layer.ids) == ("ffn", (4, 1))
@@ -38,8 +39,8 @@ def test_every_field_of_a_graph_is_read() -> None:
 
 
 def test_the_last_graph_of_an_epoch_is_its_graph() -> None:
-    graphs = expert_graphs(evolving_events())
-    assert [(graph.step, graph.epoch) for graph in graphs] == [
+    graphs = expert_graphs(decoded(evolving_events()))
+    assert [(graph.step, graph.shown_epoch) for graph in graphs] == [
         (30, 1),
         (50, 2),
         (60, 2),
@@ -57,10 +58,10 @@ def test_the_last_graph_of_an_epoch_is_its_graph() -> None:
 
 
 def test_graphs_repeated_after_a_restart_count_once() -> None:
-    repeated = expert_graphs(evolving_events(replace(EVOLVING, resume_at=85)))
+    repeated = expert_graphs(decoded(evolving_events(replace(EVOLVING, resume_at=85))))
     assert [graph.step for graph in repeated] == [30, 50, 60, 80, 90, 120]
     discarded = [graph_event(step=20), graph_event(step=30), {"event": "start", "step": 25}]
-    assert [graph.step for graph in expert_graphs(discarded)] == [20]
+    assert [graph.step for graph in expert_graphs(decoded(discarded))] == [20]
 
 
 @pytest.mark.parametrize(
@@ -75,16 +76,16 @@ def test_graphs_repeated_after_a_restart_count_once() -> None:
     ],
 )
 def test_layers_without_experts_are_left_out(layers: Any) -> None:
-    assert parse_graph(graph_event() | {"layers": layers}).layers == ()
+    assert checked_graph(made(graph_event() | {"layers": layers})).layers == ()
 
 
 def test_malformed_values_are_harmless() -> None:
     odd = {"id": 0, "size": "x", "share": 7, "hosts": "x", "age": -1, "parents": [None], "warming": 1}
     pairs = [[0, 1, 0.5], [0, 9, 0.5], [0, 0, 1], [0, 1], "x", [0, 1, "nan"], [0, 1, 5], [0, True, 1]]
-    graph = parse_graph(graph_event(layer_fields(odd, {"id": 1}, coactivation=pairs), epoch="x"))
+    graph = checked_graph(made(graph_event(layer_fields(odd, {"id": 1}, coactivation=pairs), epoch="x")))
     expert = graph.layers[0].experts[0]
     assert (expert.size, expert.share, expert.hosts, expert.age) == (None, 1.0, (), 0)
     assert (expert.parents, expert.warming) == ((), False)
     assert [pair.value for pair in graph.layers[0].coactivation] == [0.5, 1.0]
-    assert graph.epoch == 1
-    assert expert_graphs([graph_event(step=None), graph_event(step="x")]) == []
+    assert graph.shown_epoch == 1
+    assert expert_graphs(decoded([graph_event(step=None), graph_event(step="x")])) == []

@@ -6,17 +6,18 @@ from typing import Any
 import pytest
 
 from harness.fakes.fake_placements import LAYER, expert_event, host, layer, load, placement_event
+from harness.runs.records import decoded, made
 from orchestrator.record.experts.host_balance import SettledLoads, imbalance, settled_loads, token_counts
 from orchestrator.record.experts.placements import (
     RecordedPlacement,
-    parse_placement,
     placement_at,
     placement_spans,
+    recorded_placement,
 )
 
 
 def parsed(*layers: Any, **fields: Any) -> RecordedPlacement:
-    placement = parse_placement(placement_event(*layers, **fields))
+    placement = recorded_placement(made(placement_event(*layers, **fields)))
     assert placement is not None
     return placement
 
@@ -26,7 +27,7 @@ def rows(*layers: list[float]) -> list[dict[int, float]]:
 
 
 def last_placement(*events: Any) -> RecordedPlacement:
-    placement = placement_spans(list(events))[-1][1]
+    placement = placement_spans(decoded(events))[-1][1]
     assert placement is not None
     return placement
 
@@ -70,18 +71,18 @@ def test_hosts_are_found_by_rank() -> None:
 
 def test_each_step_counts_under_the_placement_it_ran_under() -> None:
     moved = placement_event(layer([0, 0, 1], [10, 20, 30]), step=10, hosts=[host(0), host(1)])
-    spans = placement_spans([placement_event(LAYER), moved])
-    assert placement_at(spans, 10) == parse_placement(placement_event(LAYER))
-    assert placement_at(spans, 11) == parse_placement(moved)
-    assert placement_at(spans, 0) == parse_placement(placement_event(LAYER)), (
+    spans = placement_spans(decoded([placement_event(LAYER), moved]))
+    assert placement_at(spans, 10) == recorded_placement(made(placement_event(LAYER)))
+    assert placement_at(spans, 11) == recorded_placement(made(moved))
+    assert placement_at(spans, 0) == recorded_placement(made(placement_event(LAYER))), (
         "the first placement holds for earlier steps"
     )
     assert placement_at([], 1) is None
     early, late = load(10, [6, 3, 2]), load(20, [6, 3, 2])
-    last = parse_placement(moved)
+    last = recorded_placement(made(moved))
     assert last is not None
-    settled = settled_loads([placement_event(LAYER), moved], [early, late])
-    assert settled == SettledLoads(last, [(last, late)])
+    settled = settled_loads(decoded([placement_event(LAYER), moved]), decoded([early, late]))
+    assert settled == SettledLoads(last, [(last, made(late))])
 
 
 def test_a_restart_removes_the_placements_of_later_steps() -> None:
@@ -91,12 +92,13 @@ def test_a_restart_removes_the_placements_of_later_steps() -> None:
         placement_event(LAYER, step=35, method="file"),
     )
     assert [
-        (step, placement and placement.method) for step, placement in placement_spans([first, moved, again])
+        (step, placement and placement.method)
+        for step, placement in placement_spans(decoded([first, moved, again]))
     ] == [
         (0, "lpt"),
         (35, "file"),
     ]
-    assert [step for step, _ in placement_spans([first, placement_event(LAYER, step=0)])] == [0]
+    assert [step for step, _ in placement_spans(decoded([first, placement_event(LAYER, step=0)]))] == [0]
 
 
 def test_a_run_resumed_without_expert_parallelism_has_no_placement() -> None:
@@ -106,15 +108,18 @@ def test_a_run_resumed_without_expert_parallelism_has_no_placement() -> None:
         {"event": "start", "step": 10, "strategy": "data_parallel"},
         load(20, [12, 3, 2]),
     ]
-    spans = placement_spans(events)
+    spans = placement_spans(decoded(events))
     assert placement_at(spans, 20) is None
-    assert settled_loads(events, [event for event in events if event["event"] == "load"]) is None
+    assert (
+        settled_loads(decoded(events), decoded([event for event in events if event["event"] == "load"]))
+        is None
+    )
     same = [
         {"event": "start", "step": 0, "strategy": "expert_parallel"},
         placement_event(LAYER),
         {"event": "start", "step": 10},
     ]
-    assert placement_at(placement_spans(same), 20) is not None
+    assert placement_at(placement_spans(decoded(same)), 20) is not None
 
 
 def test_the_prediction_is_seconds_else_work_else_sizes() -> None:
@@ -156,8 +161,8 @@ def test_counts_may_be_fewer_or_more_than_the_experts() -> None:
 
 @pytest.mark.parametrize("hosts", [None, [], "x", {}, [1, None, "a"]])
 def test_without_hosts_there_is_no_placement(hosts: Any) -> None:
-    assert parse_placement({"event": "placement", "hosts": hosts, "layers": [LAYER]}) is None
-    assert placement_spans([{"event": "placement", "hosts": hosts}]) == []
+    assert recorded_placement(made({"event": "placement", "hosts": hosts, "layers": [LAYER]})) is None
+    assert placement_spans(decoded([{"event": "placement", "hosts": hosts}])) == []
 
 
 ODD = [
@@ -179,9 +184,9 @@ ODD = [
 @pytest.mark.parametrize("fields", ODD)
 def test_malformed_placements_are_harmless(fields: dict[str, Any]) -> None:
     event = {"event": "placement", "hosts": [host(0), host(1)]} | fields
-    placement = parse_placement(event)
+    placement = recorded_placement(made(event))
     assert placement is not None
-    times = placement.times(token_counts(load(1, [10**400, "nan", 3], None, 7)))
+    times = placement.times(token_counts(made(load(1, [10**400, "nan", 3], None, 7))))
     value = imbalance(placement.layer_waits(times))
     assert value is None or math.isfinite(value)
     assert all(len(layer.predicted_times) == 2 for layer in placement.layers)
@@ -217,7 +222,9 @@ def test_merged_and_pruned_experts_are_gone() -> None:
 
 
 def test_the_host_of_an_expert_changes_with_a_move() -> None:
-    spans = placement_spans([placement_event(LAYER), expert_event(10, "moved", [1, 2], hosts=[[0], [0]])])
+    spans = placement_spans(
+        decoded([placement_event(LAYER), expert_event(10, "moved", [1, 2], hosts=[[0], [0]])])
+    )
     before, after = placement_at(spans, 10), placement_at(spans, 11)
     assert before is not None
     assert after is not None
@@ -269,7 +276,7 @@ def test_an_undone_change_restores_the_placement_before_it() -> None:
 def test_a_placement_after_a_restart_names_its_experts() -> None:
     born = expert_event(10, "born", [3], parents=[2], hosts=[[0]])
     again = placement_event(layer([0, 1], [10, 20], ids=[1, 3]), step=8)
-    spans = placement_spans([placement_event(LAYER), born, again])
+    spans = placement_spans(decoded([placement_event(LAYER), born, again]))
     assert [step for step, _ in spans] == [0, 8]
     assert last_placement(placement_event(LAYER), born, again).work([{1: 2, 3: 5}]) == [[20, 100]]
 
@@ -278,10 +285,10 @@ def test_loads_count_under_the_placement_of_their_step() -> None:
     """The settled loads reach back to the placement event, past changes of single experts."""
     moved = expert_event(2, "moved", [1, 2], hosts=[[0], [0]])
     loads = [load(step, [6, 3, 2]) for step in (1, 2, 3, 4)]
-    settled = settled_loads([placement_event(LAYER), moved], loads)
+    settled = settled_loads(decoded([placement_event(LAYER), moved]), decoded(loads))
     assert settled is not None
-    assert [(placement.step, event["step"]) for placement, event in settled.loads] == [(2, 3), (2, 4)]
-    early = settled_loads([placement_event(LAYER), moved], loads[:2])
+    assert [(placement.step, event.step) for placement, event in settled.loads] == [(2, 3), (2, 4)]
+    early = settled_loads(decoded([placement_event(LAYER), moved]), decoded(loads[:2]))
     assert early is not None
     assert [placement.step for placement, _ in early.loads] == [0], "no load was counted after the move"
 
@@ -301,7 +308,7 @@ def test_loads_count_under_the_placement_of_their_step() -> None:
 )
 def test_malformed_changes_change_nothing(fields: dict[str, Any]) -> None:
     event = expert_event(10, "pruned", [1]) | fields
-    assert last_placement(placement_event(LAYER), event) == parse_placement(placement_event(LAYER))
+    assert last_placement(placement_event(LAYER), event) == recorded_placement(made(placement_event(LAYER)))
 
 
 def test_changes_with_unknown_hosts_are_harmless() -> None:

@@ -6,24 +6,16 @@ import math
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.record.files import events as events_module
-from orchestrator.record.files.events import (
-    DriverLog,
-    Event,
-    EventLog,
-    by_step,
-    driver_path,
-    encode_event,
-    last_events,
-    of_kind,
-    read_events,
-    truncate_torn_line,
-)
+from harness.runs.records import by_step
+from orchestrator.record.files import event_log, reading
+from orchestrator.record.files.event_log import DriverLog, EventLog, encode_event, truncate_torn_line
+from orchestrator.record.files.reading import driver_path, last_events, of_kind, read_events
 
 
 @pytest.fixture
@@ -79,7 +71,7 @@ def test_a_file_of_one_torn_line_is_emptied(path: Path) -> None:
 
 
 def test_a_torn_line_longer_than_a_block_is_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "_TAIL_BYTES", 16)
+    monkeypatch.setattr(reading, "_TAIL_BYTES", 16)
     write_steps(path, 1, 2)
     whole = path.read_bytes()
     for torn in (b"x", b"x" * 15, b"x" * 16, b"x" * 17, b"x" * 1000, b""):
@@ -97,7 +89,7 @@ def test_last_events_reads_the_newest_lines_of_a_long_file(
     assert last_events(path) == []
     write_steps(path, *range(1, 100))
     assert [event["step"] for event in last_events(path)] == list(range(1, 100)), "all of a short file"
-    monkeypatch.setattr(events_module, "_TAIL_BYTES", 500)
+    monkeypatch.setattr(reading, "_TAIL_BYTES", 500)
     steps = [event["step"] for event in last_events(path)]
     assert steps == list(range(steps[0], 100))
     assert 2 <= len(steps) < 10
@@ -135,14 +127,14 @@ def test_a_nan_survives_the_file(path: Path) -> None:
 
 
 def test_listeners_get_every_event_in_order(path: Path) -> None:
-    first: list[Event] = []
-    second: list[Event] = []
+    first: list[Any] = []
+    second: list[Any] = []
     log = EventLog(path, [first.append, second.append])
     log.write("start", total_steps=2)
     log.write_all([{"event": "step", "step": 1}, {"event": "step", "step": 2}])
     log.close()
-    assert [event["event"] for event in first] == ["start", "step", "step"]
-    assert [event.get("step") for event in first] == [None, 1, 2]
+    assert [event.EVENT for event in first] == ["start", "step", "step"]
+    assert [event.step for event in first] == [None, 1, 2]
     assert second == first
 
 
@@ -151,7 +143,7 @@ def test_listeners_are_called_after_the_write(path: Path) -> None:
     num_on_disk: list[int] = []
     log = EventLog(path, [lambda event: num_on_disk.append(len(read_events(path)))])
     log.write("start")
-    log.write("end")
+    log.write("end", status="completed")
     log.close()
     assert num_on_disk == [1, 2]
 
@@ -249,21 +241,21 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         free[0] -= num_written
         return num_written
 
-    monkeypatch.setattr(events_module.os, "write", limited)
-    monkeypatch.setattr(events_module, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(event_log.os, "write", limited)
+    monkeypatch.setattr(event_log, "_RETRY_SECONDS", 0.0)
     return free
 
 
 def test_events_are_held_back_while_the_disk_is_full(path: Path, full_disk: list[int]) -> None:
-    received: list[Event] = []
+    received: list[Any] = []
     log = EventLog(path, [received.append])
     log.write("step", step=1)
     full_disk[0] = 20
     for step in range(2, 6):
         log.write("step", step=step)
     assert [event["step"] for event in read_events(path)] == [1], "no torn line is left"
-    assert [event.get("step") for event in log.held] == [2, None, 3, 4, 5]
-    warnings = [event["message"] for event in received if event["event"] == "warning"]
+    assert [event.step for event in log.held] == [2, None, 3, 4, 5]
+    warnings = [event.message for event in received if event.EVENT == "warning"]
     assert len(warnings) == 1, "once"
     assert str(path) in warnings[0]
     assert "No space left on device" in warnings[0]
@@ -272,7 +264,7 @@ def test_events_are_held_back_while_the_disk_is_full(path: Path, full_disk: list
     log.close()
     steps = [event["step"] for event in read_events(path) if event["event"] == "step"]
     assert steps == [1, 2, 3, 4, 5, 6]
-    assert [event.get("step") for event in received if event["event"] == "step"] == steps
+    assert [event.step for event in received if event.EVENT == "step"] == steps
     assert "can be written again: 6 events" in read_events(path)[-1]["message"]
     assert not log.held
 
@@ -280,7 +272,7 @@ def test_events_are_held_back_while_the_disk_is_full(path: Path, full_disk: list
 def test_few_events_are_held_back_and_the_log_says_how_many_are_left_out(
     path: Path, full_disk: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "MAX_HELD", 20)
+    monkeypatch.setattr(event_log, "MAX_HELD", 20)
     log = EventLog(path)
     full_disk[0] = 0
     for step in range(1, 101):
@@ -301,6 +293,6 @@ def test_a_log_on_a_full_disk_can_be_closed(path: Path, full_disk: list[int]) ->
     full_disk[0] = 0
     log.write("end", status="completed")
     log.close()
-    assert [event["event"] for event in log.held] == ["end", "warning"]
+    assert [event.EVENT for event in log.held] == ["end", "warning"]
     with pytest.raises(ValueError, match="closed"):
         log.write("final")

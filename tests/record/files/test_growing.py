@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.record.events.kinds import Event
 from orchestrator.record.files import tail
-from orchestrator.record.files.events import DriverLog, Event, EventLog
+from orchestrator.record.files.event_log import DriverLog, EventLog
 from orchestrator.record.files.growing import RemoteFile, new_events
 from orchestrator.record.files.tail import Follower
 from orchestrator.storage.folder import RemoteFolder
@@ -42,7 +43,7 @@ def test_a_long_file_is_read_in_pieces(
     path.write_bytes(b"".join(line(step, "x" * step) for step in range(30)) + b'{"event": "st')
     follower, received = followed(path)
     assert follower.poll() == 30
-    assert [event["step"] for event in received] == list(range(30))
+    assert [event.step for event in received] == list(range(30))
     follower.close()
     assert len(received) == 30
 
@@ -59,8 +60,8 @@ def test_events_of_the_driver_keep_their_place_between_pieces(
         driver.write("failure", step=step)
     follower, received = followed(path)
     follower.poll()
-    assert [event["step"] for event in received] == [step for step in range(20) for _ in range(2)]
-    assert [event["event"] for event in received] == ["step", "failure"] * 20
+    assert [event.step for event in received] == [step for step in range(20) for _ in range(2)]
+    assert [event.EVENT for event in received] == ["step", "failure"] * 20
 
 
 def test_a_remote_file_is_read_where_the_last_read_ended(folder: RemoteFolder) -> None:
@@ -71,7 +72,7 @@ def test_a_remote_file_is_read_where_the_last_read_ended(folder: RemoteFolder) -
     folder.write("events.jsonl", line(1) + line(2))
     assert follower.poll() == 1
     assert follower.poll() == 0
-    assert [event["step"] for event in received] == [1, 2]
+    assert [event.step for event in received] == [1, 2]
 
 
 def test_only_new_bytes_of_a_remote_file_are_fetched(

@@ -6,7 +6,8 @@ import pytest
 
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_placements import expert_event
-from orchestrator.record.files.events import Event
+from harness.runs.records import decoded, made
+from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.record.live import lasting_changes
 from orchestrator.record.live.state import RunState
 from orchestrator.record.summary.summary import summarise
@@ -36,13 +37,13 @@ HISTORIES: dict[str, list[Event]] = {
 def counts_of(events: list[Event]) -> dict[str, int]:
     state = RunState()
     for event in events:
-        state(event)
+        state(made(event))
     return state.changes.counts()
 
 
 def check_counts(name: str) -> None:
     events = run_events(FakeRun(ends="killed", steps=1)) + HISTORIES[name]
-    expected = summarise(events)["expert_changes"]
+    expected = summarise(decoded(events))["expert_changes"]
     assert expected
     assert counts_of(events) == expected
 

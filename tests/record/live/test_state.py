@@ -8,10 +8,13 @@ import pytest
 
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_placements import expert_event
+from harness.runs.records import decoded
+from orchestrator.record.events.effective import effective_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.events.kinds import Load, Step
+from orchestrator.record.events.sessions import by_step
 from orchestrator.record.experts.host_balance import even_ratios, imbalance, token_counts
 from orchestrator.record.experts.placements import placement_at, placement_spans
-from orchestrator.record.files.effective import effective_events
-from orchestrator.record.files.events import Event, by_step
 from orchestrator.record.live.expert_use import RECENT_LOADS
 from orchestrator.record.live.loss_curve import MAX_POINTS, LossCurve
 from orchestrator.record.live.state import MAX_NOTABLE, SILENT_S, RunState
@@ -30,7 +33,7 @@ RUNS = {
 
 def state_after(events: list[Event]) -> RunState:
     state = RunState()
-    for event in events:
+    for event in decoded(events):
         state(event)
     return state
 
@@ -39,7 +42,7 @@ def state_after(events: list[Event]) -> RunState:
 def test_the_last_state_equals_the_summary(name: str) -> None:
     events = run_events(RUNS[name])
     state = state_after(events)
-    summary = summarise(events)
+    summary = summarise(decoded(events))
     assert state.status == summary["status"]
     assert state.step == summary["steps"]
     assert state.loss == summary["train_loss"]
@@ -51,10 +54,10 @@ def test_the_last_state_equals_the_summary(name: str) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_speed_is_that_of_the_last_steps_that_count(name: str) -> None:
     events = run_events(RUNS[name])
-    num_lost = summarise(events)["lost_steps"]
+    num_lost = summarise(decoded(events))["lost_steps"]
     for count in range(0, len(events), 7):
         state = state_after(events[:count])
-        effective = by_step(effective_events(events[:count]))
+        effective = by_step(effective_events(decoded(events[:count])), Step)
         # Steps that a recovery discards have taken the place of older ones.
         assert len(state.steps) >= min(len(effective), RECENT_STEPS - num_lost)
         steps = effective[len(effective) - len(state.steps) :]
@@ -65,13 +68,13 @@ def test_the_speed_is_that_of_the_last_steps_that_count(name: str) -> None:
 def test_hosts_and_experts_equal_the_slow_sums_over_the_last_loads() -> None:
     events = run_events(HOSTED)
     state = state_after(events)
-    effective = effective_events(events)
+    effective = effective_events(decoded(events))
     spans = placement_spans(effective)
-    loads = by_step(effective, "load")[-RECENT_LOADS:]
+    loads = by_step(effective, Load)[-RECENT_LOADS:]
     waits = []
     times = [0.0] * 2
     for load in loads:
-        placement = placement_at(spans, load["step"])
+        placement = placement_at(spans, load.step)
         assert placement is not None
         waits += placement.layer_waits(placement.times(token_counts(load)))
         # Before the recovery there were three hosts.
@@ -92,7 +95,7 @@ def test_a_moved_expert_counts_for_its_new_host() -> None:
     placement = state.experts.placement
     assert placement is not None
     (old,) = placement.layers[0].hosts_of[0]
-    state(expert_event(20, "moved", ids=[0], hosts=[[1 - old]]))
+    state(*decoded([expert_event(20, "moved", ids=[0], hosts=[[1 - old]])]))
     moved = state.experts.placement
     assert moved is not None
     assert moved.layers[0].hosts_of[0] == (1 - old,)
@@ -107,7 +110,7 @@ def test_a_recovery_after_the_first_new_steps_keeps_them() -> None:
     trained = [number for number, event in enumerate(events) if event["event"] == "step"]
     repeated = [number for number in trained if events[number]["step"] == 65][-1]
     state = state_after([*events[: repeated + 1], recovery])
-    assert [event["step"] for event in state.steps] == list(range(21, 66))
+    assert [event.step for event in state.steps] == list(range(21, 66))
     assert state.counts["recoveries"] == 1
 
 
@@ -165,7 +168,8 @@ def test_damaged_events_do_no_harm(value: Any) -> None:
     state = state_after(events)
     for event in kinds.values():
         for name in event.keys() - {"event"}:
-            state({**event, name: value})
+            for damaged in decoded([{**event, name: value}]):
+                state(damaged)
     state.speed()
     state.seconds_left()
     state.silence(0.0)

@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.files.events import DriverLog, Event, EventLog, read_events, split_sessions
-from orchestrator.record.files.validate import is_valid
+from harness.runs.records import decoded, made
+from orchestrator.record.events.decoding import to_json
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.events.kinds import Step, decode_event
+from orchestrator.record.events.sessions import split_sessions
+from orchestrator.record.files.event_log import DriverLog, EventLog
+from orchestrator.record.files.reading import read_events
 from orchestrator.record.live.state import RunState
 from orchestrator.record.summary import index, speed, thinning
-from orchestrator.record.summary.fold import LEFT_OUT, RunFold, fold_events
+from orchestrator.record.summary.fold import RunFold, fold_events
 from orchestrator.record.summary.index import FoldKeeper, read_fold, save_fold
 from orchestrator.record.summary.summary import summary_of
 
@@ -39,11 +44,11 @@ def test_figures_equal_sums_over_all_events_of_random_records(tmp_path: Path, sm
         recorded = read_events(path)
         fold = read_fold(path)
         assert_equal(summary_of(fold), expected_figures(recorded), f"seed {seed}")
-        assert_same(fold, fold_events(recorded), f"seed {seed}")
+        assert_same(fold, fold_events(decoded(recorded)), f"seed {seed}")
         state, whole = RunState(), RunState()
         state.take(fold)
         for event in recorded:
-            whole(event)
+            whole(made(event))
         assert (state.counts, state.step, state.began) == (whole.counts, whole.step, whole.began), seed
         assert state.status == whole.status
 
@@ -57,7 +62,7 @@ def test_saved_folds_are_continued_and_the_record_is_not_read_again(
     parsed: list[bytes] = []
     parse = index.parse_event
     monkeypatch.setattr(index, "parse_event", lambda line: parsed.append(line) or parse(line))
-    assert_same(read_fold(path), fold_events(read_events(path)))
+    assert_same(read_fold(path), fold_events(decoded(read_events(path))))
     assert len(parsed) < 20 < len(read_events(path))
 
 
@@ -77,7 +82,7 @@ def test_a_restart_from_an_old_step_takes_an_older_fold(tmp_path: Path, small: N
     fold = read_fold(path)
     assert fold.totals.num_steps == 151
     assert fold.totals.num_recorded_steps == 301
-    assert_same(fold, fold_events(read_events(path)))
+    assert_same(fold, fold_events(decoded(read_events(path))))
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "of another record", "deep", "forged", "a link"])
@@ -102,7 +107,7 @@ def test_a_damaged_index_is_left_aside(tmp_path: Path, small: None, damage: str)
     else:
         lines = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join([*lines[5:], *lines[:5]]))
-    assert_same(read_fold(path), fold_events(read_events(path)))
+    assert_same(read_fold(path), fold_events(decoded(read_events(path))))
 
 
 def test_an_event_of_the_driver_that_arrives_late_is_not_missed(tmp_path: Path, small: None):
@@ -117,7 +122,7 @@ def test_an_event_of_the_driver_that_arrives_late_is_not_missed(tmp_path: Path, 
     save_fold(path)
     assert (tmp_path / "events_index").is_dir()
     path.with_suffix(".driver.jsonl").write_text(late)
-    assert_same(read_fold(path), fold_events(read_events(path)))
+    assert_same(read_fold(path), fold_events(decoded(read_events(path))))
     assert read_fold(path).totals.num_steps == 59
 
 
@@ -126,7 +131,7 @@ def test_a_folder_that_cannot_be_written_has_no_index(tmp_path: Path, small: Non
     (tmp_path / "events_index").write_text("a file in the way")
     write_record(path, random.Random(3))
     save_fold(path)
-    assert_same(read_fold(path), fold_events(read_events(path)))
+    assert_same(read_fold(path), fold_events(decoded(read_events(path))))
 
 
 def test_spikes_of_a_long_run_stay_and_memory_does_not_grow(small: None):
@@ -134,8 +139,8 @@ def test_spikes_of_a_long_run_stay_and_memory_does_not_grow(small: None):
     for step in range(1, 5001):
         loss = 99.0 if step == 1234 else -9.0 if step == 2345 else 1.0 + step / 5000
         events.append(a_step(step, loss=loss, seconds=0.5 if step == 3456 else 0.1))
-    fold = fold_events(events)
-    kept = [event["step"] for event in fold.events() if event["event"] == "step"]
+    fold = fold_events(decoded(events))
+    kept = [event.step for event in fold.events() if isinstance(event, Step)]
     assert {1234, 2345, 3456, 5000} <= set(kept)
     assert len(kept) < 80
     assert fold.totals.num_steps == 5000
@@ -145,8 +150,8 @@ def test_the_median_of_many_different_times_is_exact_to_four_digits(monkeypatch:
     monkeypatch.setattr(speed, "MAX_EXACT_TIMES", 100)
     draws = random.Random(0)
     times = [draws.lognormvariate(-1, 0.5) for _ in range(3001)]
-    exact = speed.speed_of(a_step(step, seconds=time) for step, time in enumerate(times[:99], 1))
-    rounded = speed.speed_of(a_step(step, seconds=time) for step, time in enumerate(times, 1))
+    exact = speed.speed_of(made(a_step(step, seconds=time)) for step, time in enumerate(times[:99], 1))
+    rounded = speed.speed_of(made(a_step(step, seconds=time)) for step, time in enumerate(times, 1))
     assert exact is not None
     assert rounded is not None
     assert exact.median_step_s == median(times[:99])
@@ -244,7 +249,7 @@ def counted_events(recorded: list[Event]) -> list[Event]:
 
 def expected_figures(recorded: list[Event]) -> dict[str, Any]:
     """Return figures of a summary from lists of all events."""
-    valid = [event for event in recorded if is_valid(event)]
+    valid = [event for event in recorded if decode_event(event) is not None]
     counted = counted_events(valid)
     steps = [event for event in counted if event["event"] == "step"]
     all_steps = [event for event in valid if event["event"] == "step"]
@@ -276,13 +281,13 @@ def expected_figures(recorded: list[Event]) -> dict[str, Any]:
         "lost_steps": max(len(all_steps) - len(steps), sum(event["lost_steps"] for event in recoveries)),
         "failures": sum(event["event"] == "failure" for event in valid),
         "goodput": useful / spent if spent else None,
-        "seconds": sum(map(session_seconds, split_sessions(valid))),
+        "seconds": sum(map(session_seconds, split_sessions(decoded(valid)))),
     }
 
 
-def session_seconds(session: list[Event]) -> float:
-    times = [event["time"] for event in session]
-    ends = sum(event["seconds"] for event in session if event["event"] == "end")
+def session_seconds(session: list[Any]) -> float:
+    times = [event.time for event in session]
+    ends = sum(event.seconds for event in session if event.EVENT == "end")
     return max(ends, max(times) - min(times))
 
 
@@ -297,6 +302,6 @@ def assert_same(found: RunFold, expected: RunFold, where: str = "") -> None:
     found_json, expected_json = found.to_json(), expected.to_json()
     found_json.pop("extent")
     expected_json.pop("extent")
-    assert json.dumps(found_json) == json.dumps(expected_json), where
-    kinds = [event["event"] for event in found.events()]
-    assert LEFT_OUT in kinds or "step" not in kinds
+    assert json.dumps(found_json, default=to_json) == json.dumps(expected_json, default=to_json), where
+    kinds = [event.EVENT for event in found.events()]
+    assert "left_out" in kinds or "step" not in kinds

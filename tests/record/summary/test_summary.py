@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.files.effective import effective_events
-from orchestrator.record.files.events import Event, by_step, recovery_starts, split_sessions
+from harness.runs.records import decoded
+from orchestrator.record.events.effective import effective_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.events.kinds import Step
+from orchestrator.record.events.sessions import by_step, recovery_starts, split_sessions
 from orchestrator.record.summary.summary import summarise
 
 
@@ -51,7 +54,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_recovery_counts_once_wherever_it_is_recorded(order: str) -> None:
-    summary = summarise(ORDERS[order])
+    summary = summarise(decoded(ORDERS[order]))
     assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (1, 1, 5)
     assert summary["goodput"] == pytest.approx(45 / (50 + 10))
     assert summary["seconds"] == 61  # the workers' last process ran for 11 of them
@@ -64,16 +67,16 @@ def test_a_wrong_clock_of_a_node_does_not_change_the_time_of_the_run(offset_s: f
     final = at(62, "final", step=45, weights="last", reason="", seconds=70.0)
     shifted = [event | {"time": event["time"] + offset_s} for event in (*AFTER, END)]
     events = [*BEGIN, recovery(50, 35), *shifted, final]
-    assert summarise(events)["seconds"] == 70
+    assert summarise(decoded(events))["seconds"] == 70
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_discarded_steps_are_gone(order: str) -> None:
     # The run ends before it has caught up.
     events = [event for event in ORDERS[order] if event.get("step", 0) < 38 or event["time"] <= 40]
-    steps = by_step(effective_events(events))
-    assert [step["step"] for step in steps] == list(range(1, 38))
-    assert [step["loss"] for step in steps][-3:] == [1.0, 2.0, 2.0]
+    steps = by_step(effective_events(decoded(events)), Step)
+    assert [step.step for step in steps] == list(range(1, 38))
+    assert [step.loss for step in steps][-3:] == [1.0, 2.0, 2.0]
 
 
 def test_a_resume_by_the_user_counts_as_a_recovery() -> None:
@@ -86,11 +89,11 @@ def test_a_resume_by_the_user_counts_as_a_recovery() -> None:
         at(511, "end", status="completed", reason="", steps=45, seconds=11.0),
     ]
     killed = [start(0, 0), *steps(1, 40, 0)]
-    summary = summarise([*killed, *again])
+    summary = summarise(decoded([*killed, *again]))
     assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (0, 1, 5)
     assert summary["seconds"] == 40 + 12  # without the pause between the two
-    assert split_sessions([*killed, *again]) == [killed, again]
-    mixed = summarise([*ORDERS["recovery before start"], start(500, 45), *steps(46, 50, 500)])
+    assert split_sessions(decoded([*killed, *again])) == [decoded(killed), decoded(again)]
+    mixed = summarise(decoded([*ORDERS["recovery before start"], start(500, 45), *steps(46, 50, 500)]))
     assert mixed["recoveries"] == 2
     assert mixed["status"] == "killed"  # an earlier end says nothing about this one
 
@@ -107,30 +110,30 @@ def test_two_recoveries_to_the_same_step_count_twice() -> None:
         *AFTER,
         END,
     ]
-    summary = summarise(twice)
+    summary = summarise(decoded(twice))
     assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (2, 2, 8)
-    assert len(recovery_starts(twice)) == 2
-    assert len(split_sessions(twice)) == 1
+    assert len(recovery_starts(decoded(twice))) == 2
+    assert len(split_sessions(decoded(twice))) == 1
 
 
 def test_running_out_of_memory_counts_as_a_recovery() -> None:
-    assert summarise([*ORDERS["recovery before start"], at(70, "oom", step=45)])["recoveries"] == 2
+    assert summarise(decoded([*ORDERS["recovery before start"], at(70, "oom", step=45)]))["recoveries"] == 2
 
 
 def test_a_final_failure_counts_and_is_not_recovered_from() -> None:
     final = FAILURE | {"final": True}
     summary = summarise(
-        [*BEGIN[:-1], final, at(41, "end", status="failed", reason="killed", steps=40, seconds=41.0)]
+        decoded([*BEGIN[:-1], final, at(41, "end", status="failed", reason="killed", steps=40, seconds=41.0)])
     )
     assert (summary["failures"], summary["recoveries"], summary["status"]) == (1, 0, "failed")
 
 
 def test_workers_are_those_after_the_last_recovery() -> None:
-    assert summarise([*BEGIN, recovery(50, 35, workers=1), *AFTER])["workers"] == 1
+    assert summarise(decoded([*BEGIN, recovery(50, 35, workers=1), *AFTER]))["workers"] == 1
 
 
 def test_lost_steps_include_lines_that_a_killed_writer_lost() -> None:
-    assert summarise([*BEGIN, recovery(50, 35, lost=7), start(50, 35), *AFTER])["lost_steps"] == 7
+    assert summarise(decoded([*BEGIN, recovery(50, 35, lost=7), start(50, 35), *AFTER]))["lost_steps"] == 7
 
 
 PLACED = at(
@@ -161,7 +164,7 @@ def test_imbalance_and_exchange_of_expert_parallel_hosts() -> None:
         exchange(1, 1, 10),
         exchange(4, 3, 30),
     ]
-    summary = summarise(events)
+    summary = summarise(decoded(events))
     assert summary["imbalance"] == pytest.approx((60 + 120) / (60 + 80))
     assert (summary["exchange_bytes_per_step"], summary["exchange_seconds_per_step"]) == (
         25,
@@ -176,12 +179,12 @@ def test_loads_of_repeated_steps_count_once() -> None:
     begin = [
         event | {"strategy": "expert_parallel"} if event["event"] == "start" else event for event in BEGIN
     ]
-    summary = summarise([*begin[:-1], *before, FAILURE, recovery(50, 35), *again, *AFTER, END])
+    summary = summarise(decoded([*begin[:-1], *before, FAILURE, recovery(50, 35), *again, *AFTER, END]))
     assert (summary["imbalance"], summary["exchange_bytes_per_step"]) == (1.0, 10)
 
 
 def test_without_hosts_their_figures_are_none() -> None:
-    summary = summarise(ORDERS["without new processes"])
+    summary = summarise(decoded(ORDERS["without new processes"]))
     assert {
         summary[name] for name in ("imbalance", "exchange_bytes_per_step", "exchange_seconds_per_step")
     } == {None}
@@ -196,10 +199,10 @@ def test_without_events_nothing_is_claimed() -> None:
 def test_steps_before_a_restart_do_not_count_past_its_step() -> None:
     end = at(20, "end", status="completed", reason="", steps=10, seconds=5.0, memory={"allocated": 7})
     events = [start(0, 0), *steps(1, 11, 0, loss=9.0), start(12, 8), *steps(9, 10, 12, loss=2.0)]
-    summary = summarise([*events, end])
+    summary = summarise(decoded([*events, end]))
     assert (summary["steps"], summary["train_loss"], summary["lost_steps"]) == (10, 2.0, 3)
     assert summary["peak_memory_bytes"] == 7
-    assert [event["loss"] for event in by_step(effective_events(events))][-3:] == [9.0, 2.0, 2.0]
+    assert [event.loss for event in by_step(effective_events(decoded(events)), Step)][-3:] == [9.0, 2.0, 2.0]
 
 
 def test_throughput_excludes_the_warm_up_of_each_process() -> None:
@@ -207,7 +210,7 @@ def test_throughput_excludes_the_warm_up_of_each_process() -> None:
     events = [event | {"seconds": s} for event, s in zip(steps(1, 5, 0), seconds, strict=True)]
     for index in (0, 3):
         events[index]["warm_up"] = True
-    assert summarise(events)["samples_per_second"] == pytest.approx(40)
+    assert summarise(decoded(events))["samples_per_second"] == pytest.approx(40)
 
 
 def session(time: float, status: str | None, num_steps: int = 0) -> list[Event]:
@@ -238,7 +241,7 @@ def test_a_resume_without_a_step_does_not_undo_an_end(
     first: str | None, later: list[Event], status: str
 ) -> None:
     begin = session(0, first, num_steps=3)
-    assert summarise([*begin, *later])["status"] == status
+    assert summarise(decoded([*begin, *later]))["status"] == status
 
 
 def test_the_uploaded_step_is_the_newest_that_is_there() -> None:
@@ -248,7 +251,9 @@ def test_the_uploaded_step_is_the_newest_that_is_there() -> None:
         return at(time, "upload", step=step, path=f"checkpoints/{step}", bytes=1, seconds=1.0)
 
     first = [start(0, 0), *steps(1, 40, 0), upload(41, 20), upload(42, 40), upload(43, 10)]
-    assert summarise(first)["uploaded_step"] == 40
-    assert summarise([*first, start(50, 20), *steps(21, 22, 50)])["uploaded_step"] == 20
-    assert summarise([*first, start(50, 20), *steps(21, 30, 50), upload(70, 30)])["uploaded_step"] == 30
-    assert summarise([start(0, 0)])["uploaded_step"] is None
+    assert summarise(decoded(first))["uploaded_step"] == 40
+    assert summarise(decoded([*first, start(50, 20), *steps(21, 22, 50)]))["uploaded_step"] == 20
+    assert (
+        summarise(decoded([*first, start(50, 20), *steps(21, 30, 50), upload(70, 30)]))["uploaded_step"] == 30
+    )
+    assert summarise(decoded([start(0, 0)]))["uploaded_step"] is None

@@ -110,8 +110,8 @@ def test_a_run_that_goes_on_is_judged_at_the_last_common_evaluation(tmp_path: Pa
     assert comparison.judged_at == "step 60"
     losses = next(figure for figure in comparison.figures if figure.name == "validation loss")
     record = comparison.runs[0].record
-    (evaluation,) = [event for event in record.evaluations if event["step"] == 60]
-    assert losses.values[0] == evaluation["loss"] != record.evaluations[-1]["loss"]
+    (evaluation,) = [event for event in record.evaluations if event.step == 60]
+    assert losses.values[0] == evaluation.loss != record.evaluations[-1].loss
     assert comparison.notes[0].startswith("b: unfinished")
 
 

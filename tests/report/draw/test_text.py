@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from harness.fakes.fake_placements import expert_event
-from orchestrator.record.experts.expert_changes import parse_change
-from orchestrator.record.files.events import Event
+from harness.runs.records import made
+from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.report.draw.text import change_line, failure_text, recovery_text
 
 FAILURES: list[tuple[dict[str, Any], str]] = [
@@ -48,12 +48,12 @@ RECOVERIES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "text"), FAILURES)
 def test_failure_text(fields: dict[str, Any], text: str) -> None:
-    assert failure_text({"event": "failure", **fields}) == text
+    assert failure_text(made({"event": "failure", **fields})) == text
 
 
 @pytest.mark.parametrize(("fields", "text"), RECOVERIES)
 def test_recovery_text(fields: dict[str, Any], text: str) -> None:
-    assert recovery_text({"event": "recovery", **fields}) == text
+    assert recovery_text(made({"event": "recovery", **fields})) == text
 
 
 CHANGES: list[tuple[Event, str]] = [
@@ -92,6 +92,6 @@ CHANGES: list[tuple[Event, str]] = [
 
 @pytest.mark.parametrize(("event", "text"), CHANGES)
 def test_change_line(event: Event, text: str) -> None:
-    change = parse_change(event)
+    change = made(event)
     assert change is not None
     assert change_line(change) == text

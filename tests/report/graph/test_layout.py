@@ -9,7 +9,9 @@ from itertools import combinations
 import pytest
 
 from harness.fakes.fake_evolution import evolving_events
-from orchestrator.record.experts.expert_graph import GraphExpert, GraphLayer, expert_graphs
+from harness.runs.records import decoded
+from orchestrator.record.events.kinds import GraphExpert, GraphLayer
+from orchestrator.record.experts.expert_graph import expert_graphs
 from orchestrator.report.graph.layout import MAX_RADIUS, expert_places, spacing
 
 
@@ -89,6 +91,6 @@ def test_a_circle_of_parents_is_harmless() -> None:
 
 
 def test_a_recorded_run_has_a_place_for_each_expert() -> None:
-    graphs = expert_graphs(evolving_events())
+    graphs = expert_graphs(decoded(evolving_events()))
     layers = [layer for graph in graphs if (layer := graph.layer(0)) is not None]
     assert set(expert_places(layers, {4: (1,), 5: (0, 3)})) == {0, 1, 2, 3, 4, 5}

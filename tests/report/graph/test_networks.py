@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 from harness.fakes.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_events
+from harness.runs.records import decoded
 from orchestrator.record.experts.expert_changes import expert_changes
 from orchestrator.record.experts.expert_graph import expert_graphs
 from orchestrator.report.graph.networks import to_json, to_networkx
 
 EVENTS = evolving_events(EVOLVING_HOSTS)
-GRAPHS = expert_graphs(EVENTS)
+GRAPHS = expert_graphs(decoded(EVENTS))
 
 
 def test_nodes_are_experts_with_their_figures() -> None:
@@ -43,7 +44,7 @@ def test_parents_that_are_gone_are_no_nodes() -> None:
 
 
 def test_the_json_has_graphs_and_changes() -> None:
-    data = json.loads(json.dumps(to_json(GRAPHS, expert_changes(EVENTS))))
+    data = json.loads(json.dumps(to_json(GRAPHS, expert_changes(decoded(EVENTS)))))
     assert [graph["step"] for graph in data["graphs"]] == [graph.step for graph in GRAPHS]
     assert data["graphs"][0]["layers"][0]["experts"][4]["parents"] == [1]
-    assert [change["kind"] for change in data["changes"]][:3] == ["born", "warmed", "merged"]
+    assert [change["change"] for change in data["changes"]][:3] == ["born", "warmed", "merged"]

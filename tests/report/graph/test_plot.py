@@ -9,6 +9,7 @@ from matplotlib.collections import PatchCollection, PathCollection
 from matplotlib.colors import to_hex
 
 from harness.fakes.fake_evolution import EVOLVING_HOSTS, evolving_events
+from harness.runs.records import decoded
 from orchestrator.record.experts.expert_changes import expert_changes
 from orchestrator.record.experts.expert_graph import expert_graphs
 from orchestrator.report.draw.mpl import COLORS, png
@@ -18,8 +19,8 @@ from orchestrator.report.graph.view import GraphView, graph_views
 
 def views() -> list[GraphView]:
     events = evolving_events(EVOLVING_HOSTS)
-    graphs = expert_graphs(events)
-    return graph_views(graphs, expert_changes(events), graphs)
+    graphs = expert_graphs(decoded(events))
+    return graph_views(graphs, expert_changes(decoded(events)), graphs)
 
 
 def collections(axes: Any, kind: type) -> list[Any]:

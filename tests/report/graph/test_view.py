@@ -8,15 +8,17 @@ import pytest
 
 from harness.fakes.fake_evolution import EVOLVING_HOSTS, evolving_events
 from harness.fakes.fake_placements import expert_event
+from harness.runs.records import decoded
+from orchestrator.record.events.kinds import ExpertGraph
+from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.record.experts.expert_changes import expert_changes
-from orchestrator.record.experts.expert_graph import ExpertGraph, expert_graphs
-from orchestrator.record.files.events import Event
+from orchestrator.record.experts.expert_graph import expert_graphs
 from orchestrator.report.graph.view import MAX_EDGES, MAX_LAYERS, GraphView, LayerView, graph_views, spread
 
 
 def views_of(events: list[Event], selected: list[ExpertGraph] | None = None) -> list[GraphView]:
-    graphs = expert_graphs(events)
-    return graph_views(graphs, expert_changes(events), graphs if selected is None else selected)
+    graphs = expert_graphs(decoded(events))
+    return graph_views(graphs, expert_changes(decoded(events)), graphs if selected is None else selected)
 
 
 def layer_view(view: GraphView, index: int = 0) -> LayerView:
@@ -71,7 +73,7 @@ def test_removed_experts_are_ghosts_of_the_view_before() -> None:
 
 def test_the_view_before_is_the_one_that_is_shown_before() -> None:
     """Pictures of epochs show the parents of an expert that a sleep in the epoch merged."""
-    graphs = expert_graphs(evolving_events())
+    graphs = expert_graphs(decoded(evolving_events()))
     epochs = [graph for graph in graphs if graph.step in (30, 60, 90)]
     views = views_of(evolving_events(), epochs)
     assert [ghost.id for ghost in layer_view(views[1]).ghosts] == [0, 3]

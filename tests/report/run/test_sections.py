@@ -4,6 +4,7 @@ import pytest
 
 from harness.fakes.fake_events import FakeRun
 from harness.fakes.fake_run import events_record, run_record, write_events
+from orchestrator.record.files.reading import read_events
 from orchestrator.report.run import sections
 from orchestrator.report.run.figures.read import read_run_record
 
@@ -91,7 +92,8 @@ def test_each_part_of_the_memory_has_a_pair_of_bars(tmp_path):
 
 def test_an_estimate_without_a_measurement_has_single_bars(tmp_path):
     record = record_of(tmp_path, steps=2, epochs=1, ends="killed")
-    events = [event for event in record.events if event["event"] not in ("epoch", "end")]
+    lines = read_events(record.folder / "events.jsonl")
+    events = [event for event in lines if event["event"] not in ("epoch", "end")]
     write_events(tmp_path, events)
     text = sections.memory_section(read_run_record(tmp_path))
     assert ', measured"></i>' not in text

@@ -13,7 +13,7 @@ import pytest
 
 from harness.hosts.cluster import RayCluster
 from harness.runs.cli_runs import finish_run, kill_worker, start_run, wait_for_steps
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 
 
 def idle_processes(cluster: RayCluster) -> set[int]:

@@ -28,7 +28,8 @@ from harness.runs.cli_runs import (
     steps_recorded,
     wait_for_steps,
 )
-from orchestrator.record.files.events import by_step, of_kind, read_events
+from harness.runs.records import by_step
+from orchestrator.record.files.reading import of_kind, read_events
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

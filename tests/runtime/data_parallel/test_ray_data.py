@@ -15,8 +15,9 @@ from torch.utils.data import IterableDataset
 from harness.hosts.cluster import RayCluster
 from harness.hosts.ranks import run_ranks
 from harness.runs.cli_runs import enter_folder
+from harness.runs.records import by_step
 from orchestrator import Config, Trainer
-from orchestrator.record.files.events import by_step, read_events
+from orchestrator.record.files.reading import read_events
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 ROWS = 70

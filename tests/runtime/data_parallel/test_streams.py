@@ -11,7 +11,7 @@ from harness.faults.fault_schedule import FaultFolder, FaultSchedule
 from harness.hosts.cluster import RayCluster
 from harness.runs.cli_runs import complete_run, losses
 from harness.runs.streamed_runs import GLOBAL_BATCH, check_streamed, streamed_flags
-from orchestrator.record.files.events import of_kind
+from orchestrator.record.files.reading import of_kind
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 ALONE_STEPS = 7

@@ -14,7 +14,7 @@ from harness.runs.cli_runs import finish_run, kill_worker, read_summary, start_r
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.runtime.driver import _sent_callbacks
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

@@ -25,7 +25,7 @@ from harness.faults.run_checks import (
 )
 from harness.hosts.cluster import RayCluster, local_cluster
 from harness.runs.cli_runs import read_summary
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 STEPS = 90

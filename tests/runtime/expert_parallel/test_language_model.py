@@ -24,7 +24,7 @@ from harness.hosts.cluster import RayCluster
 from harness.lm.language_models import save_sums, save_tiny_model
 from orchestrator.checkpoint.files import load
 from orchestrator.cli.main import main
-from orchestrator.record.files.events import of_kind
+from orchestrator.record.files.reading import of_kind
 from orchestrator.run.run_settings import read_run_settings
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.train.checkpoint.restore import restore_model

@@ -25,7 +25,7 @@ from harness.runs.cli_runs import (
     start_run,
     wait_for_steps,
 )
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 FIVE_EXPERTS = shlex.split("--experts 5 --expert-hidden-size 32 64 64 128 256 --width 64 --layers 2")

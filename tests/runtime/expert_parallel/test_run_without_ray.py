@@ -9,7 +9,7 @@ from ray.exceptions import RayActorError
 
 from harness.fakes.fake_hosts import MakeRun, fake_runs
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import EventLog
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.runtime.expert_parallel.host_worker import SegmentResult
 from orchestrator.runtime.expert_parallel.states import (
     Closing,

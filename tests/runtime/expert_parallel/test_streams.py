@@ -14,7 +14,7 @@ from harness.faults.run_checks import check_samples
 from harness.hosts.cluster import RayCluster
 from harness.runs.cli_runs import complete, losses
 from harness.runs.streamed_runs import SAMPLES, check_streamed, streamed_flags
-from orchestrator.record.files.events import of_kind
+from orchestrator.record.files.reading import of_kind
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

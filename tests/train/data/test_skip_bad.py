@@ -13,10 +13,12 @@ from torch import nn
 
 from harness.hosts.ranks import run_ranks
 from harness.runs.blob_trainers import blobs, settings, trainer
+from harness.runs.records import by_step
 from orchestrator import JsonLines, ParquetRows
 from orchestrator.errors import OrchestratorError, UserError
-from orchestrator.record.files.events import EventLog, by_step, of_kind, read_events
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.train.data.loading import LoaderOptions
 from orchestrator.train.data.opening import open_feed
 from orchestrator.train.data.steps import Feed

@@ -15,7 +15,7 @@ from harness.runs.streamed_task import write_digits
 from orchestrator.config.settings import Config
 from orchestrator.data.json_lines import JsonLines
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import EventLog
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.tasks.digits import Digits
 from orchestrator.train.group.stores import file_store

@@ -14,8 +14,9 @@ from harness.hosts.ranks import run_ranks
 from harness.runs.loop_runs import losses_in
 from harness.runs.tiny_model import Tiny
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import EventLog, of_kind, read_events
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.tasks.task import TensorData
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world

@@ -14,12 +14,14 @@ from experts.balance import gated_layers
 from experts.layer import MoELayer
 from harness.hosts.ranks import run_ranks
 from harness.runs.loop_runs import losses_in
+from harness.runs.records import by_step
 from harness.runs.tiny_model import Tiny
 from harness.storage.snapshots import CopyingSink, CountingSource, HostSnapshots
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import EventLog, by_step, read_events
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.record.files.reading import read_events
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.snapshots import SnapshotTarget
 from orchestrator.train.group.stores import file_store

@@ -20,8 +20,9 @@ from orchestrator.config.settings import Config
 from orchestrator.live.callbacks.callbacks import CallbackRunner
 from orchestrator.live.screen.screen import Screen
 from orchestrator.plan.inventory.cluster import Cluster
-from orchestrator.record.files.events import EventLog, of_kind, read_events
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.run.prepared_run import PreparedRun, banner_rows
 from orchestrator.tasks.task import Task
 from orchestrator.train.group.stores import file_store

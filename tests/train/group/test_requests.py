@@ -10,8 +10,9 @@ import torch
 from harness.hosts.ranks import run_ranks
 from harness.runs.loop_runs import SMALL, run_loop
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import EventLog, of_kind, read_events
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.train.group.requests import NO_VOTES, Requests, RequestVotes
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world

@@ -12,7 +12,7 @@ from torch import nn
 from harness.runs.loop_runs import StepCounter, run_loop
 from orchestrator.config.metric import Metric
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.tasks.task import Loss, Task, TensorData
 
 SETTINGS: dict[str, Any] = {"batch_size": 4, "epochs": 2, "experts": None, "expert_hidden_size": ()}

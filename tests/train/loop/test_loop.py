@@ -12,7 +12,8 @@ from torch import nn
 from experts.tokens.received_rows import InvalidRows, RowCheck
 from harness.runs.loop_runs import StepCounter, build_small_training, losses_in, run_loop
 from orchestrator.errors import TrainingFailed
-from orchestrator.record.files.events import EventLog, of_kind, read_events
+from orchestrator.record.files.event_log import EventLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.group.heartbeat import Heartbeat, Phase
 from orchestrator.train.group.requests import Requests

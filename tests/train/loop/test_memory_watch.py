@@ -12,7 +12,7 @@ import torch
 from harness.hosts.ranks import run_ranks
 from harness.runs.loop_runs import SMALL, run_loop
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.report.run.figures.read import read_run_record
 from orchestrator.report.run.figures.stats import memory_parts
 from orchestrator.train.group.stores import file_store

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harness.runs.loop_runs import StepCounter, run_loop
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.tasks.task import Loss, Task, TensorData
 
 

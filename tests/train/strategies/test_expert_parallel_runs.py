@@ -11,8 +11,10 @@ import torch
 
 from experts.tokens import bounds
 from harness.hosts.ranks import run_ranks
+from harness.runs.records import by_step
 from orchestrator.checkpoint.files import load
-from orchestrator.record.files.events import Event, by_step, of_kind, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import of_kind, read_events
 from tests.train.worker.test_run import config_of, losses, run_rank, train
 
 PLAIN: dict[str, Any] = {

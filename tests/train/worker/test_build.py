@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from harness.runs.loop_runs import build_small_training, run_loop
+from harness.runs.records import by_step
 from harness.runs.tiny_model import Tiny
 from orchestrator import JsonLines
 from orchestrator.checkpoint.files import AVERAGE_SLOT
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import EventLog, by_step, of_kind, read_events
+from orchestrator.record.files.event_log import EventLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.train.group.world import World
 from orchestrator.train.loop.loop import Loop
 from orchestrator.train.strategies import building

@@ -15,7 +15,8 @@ from harness.runs.loop_runs import SMALL
 from orchestrator.checkpoint.files import step_name
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.record.files.events import Event, of_kind, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.tasks.split import with_split
 from orchestrator.train.group.stores import file_store

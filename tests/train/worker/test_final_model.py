@@ -20,9 +20,12 @@ from experts.types import Routing
 from harness.hosts.ranks import run_ranks
 from harness.moe.evolving import ListLog
 from harness.runs.loop_runs import SMALL, losses_in
+from harness.runs.records import decoded, made
 from orchestrator.config.settings import Config
-from orchestrator.record.files.events import Event, EventLog, of_kind, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.record.summary.summary import summarise
 from orchestrator.result import Result
 from orchestrator.run.prepared_run import PreparedRun
@@ -61,14 +64,16 @@ def evaluated(step: int, best: bool) -> Event:
 def test_the_best_weights_are_chosen_unless_there_are_none(
     events: list[Event], keep_last: bool, step: int, weights: str, reason: str
 ) -> None:
-    chosen = choose_weights([START, *events, END], keep_last)
+    chosen = choose_weights(decoded([START, *events, END]), made(END), keep_last)
     assert (chosen.step, chosen.weights) == (step, weights)
     assert reason in chosen.reason
 
 
 def test_an_interrupted_run_keeps_its_last_weights() -> None:
     events = [START, evaluated(10, True), evaluated(20, False), END | {"status": "stopped"}]
-    assert choose_weights(events, False) == FinalWeights(30, "last", "the run can be continued")
+    assert choose_weights(decoded(events), made(events[-1]), False) == FinalWeights(
+        30, "last", "the run can be continued"
+    )
 
 
 # Runs whose best step is not the last one, and has other experts. The task's learning rate is turned
@@ -139,7 +144,7 @@ def finish(
     """Return the final model, its events and the summary with them."""
     log = ListLog()
     model = final_model(prepared, run_dir, log, perf_counter(), live_model)
-    return model, log, summarise([*read_events(run_dir / "events.jsonl"), *log.events])
+    return model, log, summarise(decoded([*read_events(run_dir / "events.jsonl"), *log.events]))
 
 
 def assert_is_final(model: nn.Module, prepared: PreparedRun, summary: dict[str, Any], rel: float) -> None:
@@ -216,7 +221,7 @@ def test_without_a_good_checkpoint_of_the_best_step_the_last_weights_stay(
     evolved: Path, tmp_path: Path, damage: str
 ) -> None:
     run_dir = copied(evolved, tmp_path)
-    best = summarise(read_events(run_dir / "events.jsonl"))["best"]["step"]
+    best = summarise(decoded(read_events(run_dir / "events.jsonl")))["best"]["step"]
     checkpoint = run_dir / "checkpoints" / f"step_{best:08d}"
     if damage == "missing":
         shutil.rmtree(checkpoint)
@@ -239,7 +244,7 @@ def test_a_completed_run_is_resumed_from_its_last_step(evolved: Path, tmp_path: 
     events = read_events(run_dir / "events.jsonl")
     assert of_kind(events, "resume")[-1]["step"] == STEPS
     assert len(losses_in(run_dir)) == num_losses + 2
-    assert summarise(events)["final"] == {}, "the earlier end says nothing about a run that went on"
+    assert summarise(decoded(events))["final"] == {}, "the earlier end says nothing about a run that went on"
 
 
 class Mixture(nn.Module):

@@ -18,8 +18,9 @@ from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import EventLog, of_kind, read_events
+from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import SilentLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.tasks.digits import Digits
 from orchestrator.train.group.world import World
 from orchestrator.train.loop.loop import Loop

@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from harness.hosts.ranks import RanksFailed, run_ranks
+from harness.runs.records import by_step
 from orchestrator.checkpoint.files import load
 from orchestrator.config.settings import Config
 from orchestrator.live.callbacks.callback_values import EndInfo, FailureInfo
 from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner, Request
-from orchestrator.record.files.events import DriverLog, Event, EventLog, by_step, of_kind, read_events
+from orchestrator.record.events.kinds import JsonEvent as Event
+from orchestrator.record.files.event_log import DriverLog, EventLog
 from orchestrator.record.files.log import Log, SilentLog
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.train.group.requests import Requests
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world

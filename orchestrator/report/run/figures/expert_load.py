@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.record.events.kinds import Load
 from orchestrator.record.experts.host_balance import Counts, even_ratios, token_counts
-from orchestrator.record.files.events import Event
 from orchestrator.report.run.figures.read import RunRecord, cached_on_record
 
 MAX_COLUMNS = 120
@@ -88,10 +88,10 @@ def clipped_log2(ratio: float, limit: float = MAX_LOG2) -> float:
     return max(-limit, min(limit, math.log2(ratio))) if ratio > 0 else -limit
 
 
-def _columns(events: list[Event]) -> list[Column]:
+def _columns(events: list[Load]) -> list[Column]:
     width = -(-len(events) // MAX_COLUMNS) or 1
     groups = [events[index : index + width] for index in range(0, len(events), width)]
-    return [(group[-1]["step"], [token_counts(event) for event in group]) for group in groups]
+    return [(group[-1].step, [token_counts(event) for event in group]) for group in groups]
 
 
 def _layer_load(index: int, columns: list[Column]) -> LayerLoad:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import UserError
-from orchestrator.record.experts.expert_changes import expert_events
-from orchestrator.record.files.events import Event
+from orchestrator.record.events import kinds
+from orchestrator.record.events.kinds import Event
 from orchestrator.record.files.remote_record import local_record
-from orchestrator.report.run.figures.read import RunRecord, number, read_run_record, section
+from orchestrator.report.run.figures.read import RunRecord, read_run_record
 from orchestrator.types import PHASES
 
 if TYPE_CHECKING:
@@ -27,83 +27,20 @@ MAX_METRICS = 256
 _MAX_INTEGER = 2**53
 
 
-@dataclass(frozen=True)
-class _Table:
-    """A kind of event as a table: the field of its index, if any, and its columns."""
-
-    kind: str
-    index: str | None
-    numbers: tuple[str, ...]
-    texts: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-
-
-_TABLES = {
-    "steps": _Table(
-        kind="step",
-        index="step",
-        numbers=("epoch", "loss", "grad_norm", "lr", "samples", "units", "seconds", "time"),
-        flags=("warm_up",),
-    ),
-    "evaluations": _Table(
-        kind="evaluate",
-        index="step",
-        numbers=("epoch", "loss", "samples", "seconds", "time"),
-        flags=("best",),
-    ),
-    "epochs": _Table(
-        kind="epoch",
-        index="epoch",
-        numbers=("step", "loss", "samples", "seconds", "samples_per_second", "time"),
-    ),
-    "phases": _Table(kind="phases", index="step", numbers=("steps", "time")),
-    "exchanges": _Table(kind="exchange", index="step", numbers=("steps", "bytes", "seconds", "rows", "time")),
-    "expert_changes": _Table(
-        kind="expert",
-        index=None,
-        numbers=(
-            "step",
-            "layer",
-            "loss_before",
-            "loss_after",
-            "output_change",
-            "seconds",
-            "experts",
-            "time",
-        ),
-        texts=("change", "layer_name", "reason"),
-    ),
-    "checkpoints": _Table(
-        kind="checkpoint", index=None, numbers=("step", "bytes", "seconds", "stall", "time"), texts=("path",)
-    ),
-    "failures": _Table(
-        kind="failure",
-        index=None,
-        numbers=("step", "rank", "time"),
-        texts=("kind", "message"),
-        flags=("final",),
-    ),
-    "recoveries": _Table(
-        kind="recovery",
-        index=None,
-        numbers=(
-            "step",
-            "attempt",
-            "workers_before",
-            "workers",
-            "expert_replicas_before",
-            "expert_replicas",
-            "lost_steps",
-            "detect_seconds",
-            "regroup_seconds",
-            "restore_seconds",
-            "replay_seconds",
-            "total_seconds",
-            "time",
-        ),
-        texts=("reason", "source"),
-    ),
+_TABLES: dict[str, tuple[type[Event], str | None]] = {
+    "steps": (kinds.Step, "step"),
+    "evaluations": (kinds.Evaluation, "step"),
+    "epochs": (kinds.Epoch, "epoch"),
+    "phases": (kinds.Phases, "step"),
+    "exchanges": (kinds.Exchange, "step"),
+    "expert_changes": (kinds.ExpertChange, None),
+    "checkpoints": (kinds.Checkpoint, None),
+    "failures": (kinds.Failure, None),
+    "recoveries": (kinds.Recovery, None),
 }
+"""The events of each table, and the field of its index. The other fields are its columns."""
+_MAPPINGS = ("metrics", "memory")
+"""Fields of which each value has a column."""
 
 
 def read_run(folder: str | Path, table: str = "steps") -> DataFrame:
@@ -115,8 +52,8 @@ def read_run(folder: str | Path, table: str = "steps") -> DataFrame:
 
     ``steps`` has one row per training step and is indexed by the step. A step that was replayed
     after a recovery counts once, by its last line. Its columns are the fields of the step event
-    (``epoch``, ``loss``, ``grad_norm``, ``lr``, ``samples``, ``units``, ``seconds``, ``time``,
-    ``warm_up``), the task's metrics under their own names (``accuracy``), and the evaluation after
+    (``epoch``, ``loss``, ``grad_norm``, ``lr``, ``samples``, ``units``, ``seconds``, ``warm_up``,
+    ``time``), the task's metrics under their own names (``accuracy``), and the evaluation after
     the step as ``validation_loss`` and ``validation_accuracy``, which are missing on all other
     steps. A metric whose name is taken has the prefix ``metrics.``.
 
@@ -143,54 +80,55 @@ def steps_frame(record: RunRecord) -> Frame:
 def _event_frame(record: RunRecord, name: str) -> Frame:
     import pandas as pd
 
-    table = _TABLES[name]
-    events = _events(record, table)
-    columns: dict[str, list[Any]] = {}
-    columns |= {field: _values(events, field) for field in table.numbers}
-    columns |= {field: [_text(event.get(field)) for event in events] for field in table.texts}
-    columns |= {field: [event.get(field) is True for event in events] for field in table.flags}
-    columns |= _nested_columns(record, table, events)
+    cls, index = _TABLES[name]
+    events = _events(record, cls)
+    names = [field.name for field in fields(cls) if field.name not in (index, "time", *_MAPPINGS)]
+    names.append("time")
+    columns = {_column_name(cls, name): [_plain(getattr(event, name)) for event in events] for name in names}
+    columns |= _nested_columns(record, cls, events, [*names, index])
     frame = pd.DataFrame({column: as_column(values) for column, values in columns.items()})
     frame["time"] = pd.to_datetime(frame["time"], unit="s", utc=True, errors="coerce")
-    if table.index is not None:
-        frame.index = pd.Index(as_column([event[table.index] for event in events]), name=table.index)
+    if index is not None:
+        frame.index = pd.Index(as_column([getattr(event, index) for event in events]), name=index)
     return frame
 
 
-def _nested_columns(record: RunRecord, table: _Table, events: Sequence[Event]) -> dict[str, list[Any]]:
-    """Return the columns that an event holds in a mapping, and the phases, which are named with
-    their unit."""
-    if table.kind == "phases":
-        return {f"{name}_seconds": _values(events, name) for name in (*PHASES, "total")}
-    if table.kind == "expert":
-        names = ("ids", "parents", "hosts")
-        return {name: [_list(event.get(name)) for event in events] for name in names}
-    if table.kind == "epoch":
-        memory = [section(event, "memory") for event in events]
-        return {f"memory_{name}_bytes": _values(memory, name) for name in ("allocated", "reserved")}
-    if table.kind in ("step", "evaluate"):
-        metrics = [section(event, "metrics") for event in events]
-        taken = (*table.numbers, *table.flags, table.index)
+def _column_name(cls: type[Event], name: str) -> str:
+    """Return the column of a field: phases are named with their unit."""
+    return f"{name}_seconds" if cls is kinds.Phases and name in (*PHASES, "total") else name
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _nested_columns(
+    record: RunRecord, cls: type[Event], events: Sequence[Any], taken: Sequence[Any]
+) -> dict[str, list[Any]]:
+    """Return the columns of what an event holds in a mapping."""
+    if cls is kinds.Epoch:
+        return {
+            f"memory_{name}_bytes": [getattr(event.memory, name, None) for event in events]
+            for name in ("allocated", "reserved")
+        }
+    if cls in (kinds.Step, kinds.Evaluation):
+        metrics = [event.metrics for event in events]
         names = _metric_names(record.folder, metrics)
-        return {_free_name(name, taken): _values(metrics, name) for name in names}
+        return {_free_name(name, taken): [values.get(name) for values in metrics] for name in names}
     return {}
 
 
-def _values(mappings: Iterable[Mapping[str, Any]], name: str) -> list[float | int | None]:
-    return [_number(mapping.get(name)) for mapping in mappings]
-
-
-def _events(record: RunRecord, table: _Table) -> list[Event]:
+def _events(record: RunRecord, cls: type[Event]) -> Sequence[Event]:
     """Return the events of a table; of replayed steps and epochs the last ones."""
-    effective = {
-        "step": record.steps,
-        "evaluate": record.evaluations,
-        "epoch": record.epochs,
-        "phases": record.phases,
-        "exchange": record.exchanges,
-        "expert": expert_events(record.events),
+    effective: dict[type[Event], Sequence[Event]] = {
+        kinds.Step: record.steps,
+        kinds.Evaluation: record.evaluations,
+        kinds.Epoch: record.epochs,
+        kinds.Phases: record.phases,
+        kinds.Exchange: record.exchanges,
+        kinds.ExpertChange: record.expert_changes,
     }
-    return effective[table.kind] if table.kind in effective else record.of(table.kind)
+    return effective[cls] if cls in effective else record.of(cls)
 
 
 def _metric_names(folder: Path, metrics: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -206,21 +144,6 @@ def _metric_names(folder: Path, metrics: Iterable[Mapping[str, Any]]) -> list[st
 
 def _free_name(name: str, taken: Iterable[Any]) -> str:
     return f"metrics.{name}" if name in taken else name
-
-
-def _number(value: Any) -> float | int | None:
-    """Return the number in a field of an event; integers stay integers."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_INTEGER:
-        return value
-    return number(value)
-
-
-def _list(value: Any) -> list[Any] | None:
-    return value if isinstance(value, list) else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def as_column(values: Sequence[Any]) -> Series:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.errors import UserError
 from orchestrator.record.experts.expert_graph import graph_of_epochs
-from orchestrator.record.files.events import encode_event
+from orchestrator.record.files.event_log import encode_event
 from orchestrator.report.draw.mpl import png
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.graph.networks import to_json, to_networkx

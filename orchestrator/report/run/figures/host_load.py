@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from orchestrator.record.events.kinds import Load
 from orchestrator.record.experts.host_balance import (
     Counts,
     even_ratios,
@@ -17,8 +18,7 @@ from orchestrator.record.experts.host_balance import (
     settled_loads,
     token_counts,
 )
-from orchestrator.record.experts.placements import RecordedHost, RecordedLayer, RecordedPlacement, measurement
-from orchestrator.record.files.events import Event
+from orchestrator.record.experts.placements import RecordedHost, RecordedLayer, RecordedPlacement
 from orchestrator.record.summary.speed import after_warm_up
 from orchestrator.report.run.figures.read import RunRecord, cached_on_record
 from orchestrator.report.run.figures.stats import plural, speed
@@ -207,10 +207,10 @@ def _sum_by_host(layers: Sequence[Sequence[float]]) -> list[float]:
     return [sum(host) for host in zip(*layers, strict=True)]
 
 
-def _counted_steps(loads: Sequence[Event]) -> tuple[int, int]:
+def _counted_steps(loads: Sequence[Load]) -> tuple[int, int]:
     """Return the first and the last step that load events speak of."""
-    num_steps = int(measurement(loads[0].get("steps")) or 1)
-    return max(1, loads[0]["step"] - num_steps + 1), loads[-1]["step"]
+    num_steps = int(loads[0].steps or 1)
+    return max(1, loads[0].step - num_steps + 1), loads[-1].step
 
 
 @cached_on_record

@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
+from orchestrator.record.events.kinds import OutOfMemory, Recovery, Resume, Step
 from orchestrator.report.draw.axes import Axis, step_axis, time_axis, value_axis
-from orchestrator.report.run.figures.read import RunRecord, cached_on_record, entries, finite, number, section
+from orchestrator.report.run.figures.read import RunRecord, cached_on_record
 from orchestrator.report.run.figures.stats import best_evaluation, metric_names, score, unit_name
 from orchestrator.types import GIB
 
@@ -159,7 +160,7 @@ def _visible_points(points: Points, bucket: range) -> set[int]:
 
 def _with_data(record: RunRecord, panels: Iterable[Panel]) -> list[Panel]:
     """Return the panels that have data, without empty curves, and with the same steps on every x axis."""
-    span = tuple(float(event["step"]) for event in (*record.steps[:1], *record.steps[-1:]))
+    span = tuple(float(event.step) for event in (*record.steps[:1], *record.steps[-1:]))
     filled = []
     for panel in panels:
         curves = tuple(curve for curve in panel.curves if _has_number(curve))
@@ -171,9 +172,14 @@ def _has_number(curve: PanelCurve) -> bool:
     return any(not math.isnan(y) for _, y in curve.points)
 
 
-def numbered_points(pairs: Iterable[tuple[float, Any]]) -> Points:
+def rates(steps: Iterable[Step], field: str) -> list[tuple[Step, float]]:
+    """Return the steps that have a time, each with a figure per second."""
+    return [(step, (getattr(step, field) or 0.0) / step.seconds) for step in steps if step.seconds]
+
+
+def numbered_points(pairs: Iterable[tuple[float, float | None]]) -> Points:
     """Return the pairs that have a number; one that no axis can show becomes a gap."""
-    known = [(float(x), y) for x, value in pairs if (y := number(value)) is not None]
+    known = ((float(x), y) for x, y in pairs if y is not None)
     return [(x, y if abs(y) < MAX_VALUE else math.nan) for x, y in known]
 
 
@@ -189,8 +195,8 @@ def _smoothed_curves(label: str, points: Points, color: int = 0) -> tuple[PanelC
 
 def _score_panel(record: RunRecord, name: str) -> Panel:
     """Return the loss or a metric, in training and in evaluation."""
-    train = numbered_points((event["step"], score(event, name)) for event in record.steps)
-    validation = numbered_points((event["step"], score(event, name)) for event in record.evaluations)
+    train = numbered_points((event.step, score(event, name)) for event in record.steps)
+    validation = numbered_points((event.step, score(event, name)) for event in record.evaluations)
     curves = (
         *_smoothed_curves("train", train),
         PanelCurve("validation", decimate(validation, MAX_DOTS), "dots", 1),
@@ -203,76 +209,69 @@ def _score_panel(record: RunRecord, name: str) -> Panel:
 
 def _weights(record: RunRecord) -> tuple[tuple[float, str], ...]:
     """Return the step whose weights were kept, and the best one where it is another; kept ones come first."""
-    kept = record.final["step"] if record.final is not None else None
+    kept = record.final.step if record.final is not None else None
     best = best_evaluation(record)
     found = [] if kept is None else [(float(kept), f"kept: step {kept}")]
-    if best is not None and best["step"] != kept:
+    if best is not None and best.step != kept:
         so_far = " so far" if kept is None else ""
-        found.append((float(best["step"]), f"best{so_far}: step {best['step']}"))
+        found.append((float(best.step), f"best{so_far}: step {best.step}"))
     return tuple(found)
 
 
 def _marks(record: RunRecord) -> tuple[tuple[float, str], ...]:
     """Return the steps of resumes, recoveries and out-of-memory errors, which may explain a jump
     in the curve."""
-    kinds = ("resume", "recovery", "oom")
-    marked = [
-        (finite(event.get("step")), event["event"]) for event in record.events if event["event"] in kinds
-    ]
+    marked = [event for event in record.events if isinstance(event, Resume | Recovery | OutOfMemory)]
     # A recovery reads a checkpoint, and both events have the same step: one mark is enough.
-    by_step = {step: (step, kind) for step, kind in marked if step is not None}
+    by_step = {event.step: (float(event.step), event.EVENT) for event in marked if event.step is not None}
     return tuple(by_step.values())[:MAX_MARKS]
 
 
 def _non_finite_steps(record: RunRecord, name: str) -> tuple[float, ...]:
-    values = [(float(event["step"]), number(event.get(name))) for event in record.steps]
+    values = [(float(event.step), getattr(event, name)) for event in record.steps]
     steps = [step for step, value in values if value is not None and not abs(value) < MAX_VALUE]
     stride = -(-len(steps) // MAX_DOTS) or 1
     return tuple(steps[::stride])
 
 
 def _epoch_time_panel(record: RunRecord) -> Panel:
-    points = numbered_points((event["epoch"] + 1, event.get("seconds")) for event in record.epochs)
+    points = numbered_points((event.epoch + 1, event.seconds) for event in record.epochs)
     look: Look = "bars" if len(points) <= MAX_BARS else "line"
     curve = PanelCurve("epoch time", decimate(points), look, 2)
     return Panel("Epoch time", (curve,), "s", x_label="epoch", from_zero=True)
 
 
 def _gradient_norm_panel(record: RunRecord) -> Panel:
-    points = numbered_points((event["step"], event.get("grad_norm")) for event in record.steps)
+    points = numbered_points((event.step, event.grad_norm) for event in record.steps)
     curves = _smoothed_curves("gradient norm", points, 3)
     return Panel("Gradient norm", curves, non_finite_steps=_non_finite_steps(record, "grad_norm"))
 
 
 def _learning_rate_panel(record: RunRecord) -> Panel:
-    points = numbered_points((event["step"], event.get("lr")) for event in record.steps)
+    points = numbered_points((event.step, event.lr) for event in record.steps)
     return Panel("Learning rate", (PanelCurve("learning rate", decimate(points), "line", 4),), from_zero=True)
 
 
 def _throughput_panel(record: RunRecord) -> Panel:
     """Return units (tokens) per second if a sample has several, else samples per second."""
-    timed = [event for event in record.steps if (finite(event.get("seconds")) or 0.0) > 0]
-    has_units = any(event.get("units") not in (None, event.get("samples")) for event in timed)
+    has_units = any(event.units not in (None, event.samples) for event in record.steps if event.seconds)
     field, unit = ("units", f"{unit_name(record)}/s") if has_units else ("samples", "samples/s")
-    points = numbered_points(
-        (event["step"], (finite(event.get(field)) or 0.0) / event["seconds"]) for event in timed
-    )
+    points = numbered_points((event.step, rate) for event, rate in rates(record.steps, field))
     return Panel("Throughput", _smoothed_curves("throughput", points, 5), unit, from_zero=True)
 
 
 def _host_curves(record: RunRecord, label: str, name: str, unit: float) -> tuple[PanelCurve, ...]:
-    points = numbered_points((event["step"], section(event, "host").get(name)) for event in record.monitors)
+    points = numbered_points((event.step, getattr(event.host, name)) for event in record.monitors)
     return _smoothed_curves(label, [(x, y / unit) for x, y in points], color=HOST_COLOR)
 
 
 def _device_curves(record: RunRecord, name: str, unit: float) -> list[PanelCurve]:
     series: dict[str, Points] = {}
     for event in record.monitors:
-        for device in entries(event, "devices"):
-            value = finite(device.get(name))
+        for device in event.devices:
+            value = getattr(device, name)
             if value is not None:
-                label = f"gpu {device.get('index', 0)}"
-                series.setdefault(label, []).append((float(event["step"]), value / unit))
+                series.setdefault(f"gpu {device.index}", []).append((float(event.step), value / unit))
     curves: list[PanelCurve] = []
     for index, (label, points) in enumerate(sorted(series.items())):
         curves += _smoothed_curves(label, points, GPU_COLORS[index % len(GPU_COLORS)])

@@ -7,7 +7,6 @@ events may be missing. A file that exists but cannot be read is an error that na
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -18,47 +17,31 @@ import yaml
 
 from orchestrator.config.reading.safe_yaml import safe_content
 from orchestrator.errors import UserError
-from orchestrator.record.experts.expert_changes import ExpertChange, expert_changes
-from orchestrator.record.experts.expert_graph import ExpertGraph, expert_graphs
-from orchestrator.record.files.effective import STEP_KINDS
-from orchestrator.record.files.events import (
-    Event,
+from orchestrator.record.events import kinds
+from orchestrator.record.events.decoding import finite
+from orchestrator.record.events.kinds import Event, decode_event
+from orchestrator.record.events.sessions import (
     by_step,
-    is_shallow,
+    has_trained,
     last_end,
-    of_kind,
-    read_events,
+    last_of,
+    of_type,
     split_sessions,
 )
-from orchestrator.record.files.validate import is_step
+from orchestrator.record.experts.expert_changes import expert_changes
+from orchestrator.record.experts.expert_graph import expert_graphs
+from orchestrator.record.files.reading import is_shallow, stream_events
 from orchestrator.record.summary.index import read_fold
 from orchestrator.record.summary.totals import Totals
 from orchestrator.storage.local_files import read_regular
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Event)
 
 EVENTS = "events.jsonl"
 UNFINISHED = "unfinished"
 
-_MAX_NUMBER = 1e300
 _NUM_LISTED = 6
-
-
-def number(value: Any) -> float | None:
-    """Return a number of the record, or None. JSON cannot carry nan and inf: they come as text."""
-    if type(value) is float:
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float(value) if abs(value) < _MAX_NUMBER else None
-    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
-        return float(value)
-    return None
-
-
-def finite(value: Any) -> float | None:
-    """Return a number like ``number``, but None for nan and inf, which no axis can show."""
-    figure = number(value)
-    return figure if figure is not None and math.isfinite(figure) else None
 
 
 def section(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -87,47 +70,47 @@ class RunRecord:
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Results of functions with ``cached_on_record``."""
 
-    def of(self, kind: str) -> list[Event]:
-        return of_kind(self.events, kind)
+    def of(self, cls: type[E]) -> list[E]:
+        return of_type(self.events, cls)
 
     @cached_property
-    def steps(self) -> list[Event]:
-        return by_step(self.events)
+    def steps(self) -> list[kinds.Step]:
+        return by_step(self.events, kinds.Step)
 
     @cached_property
-    def evaluations(self) -> list[Event]:
-        return by_step(self.events, "evaluate")
+    def evaluations(self) -> list[kinds.Evaluation]:
+        return by_step(self.events, kinds.Evaluation)
 
     @cached_property
-    def phases(self) -> list[Event]:
-        return by_step(self.events, "phases")
+    def phases(self) -> list[kinds.Phases]:
+        return by_step(self.events, kinds.Phases)
 
     @cached_property
-    def exchanges(self) -> list[Event]:
-        return by_step(self.events, "exchange")
+    def exchanges(self) -> list[kinds.Exchange]:
+        return by_step(self.events, kinds.Exchange)
 
     @cached_property
-    def loads(self) -> list[Event]:
-        return by_step(self.events, "load")
+    def loads(self) -> list[kinds.Load]:
+        return by_step(self.events, kinds.Load)
 
     @cached_property
-    def expert_changes(self) -> list[ExpertChange]:
+    def expert_changes(self) -> list[kinds.ExpertChange]:
         """The changes of the experts that count, in order."""
         return expert_changes(self.events)
 
     @cached_property
-    def expert_graphs(self) -> list[ExpertGraph]:
+    def expert_graphs(self) -> list[kinds.ExpertGraph]:
         """The graphs of the experts in order of steps."""
         return expert_graphs(self.events)
 
     @cached_property
-    def monitors(self) -> list[Event]:
-        return by_step(self.events, "monitor")
+    def monitors(self) -> list[kinds.Monitor]:
+        return by_step(self.events, kinds.Monitor)
 
     @cached_property
-    def epochs(self) -> list[Event]:
+    def epochs(self) -> list[kinds.Epoch]:
         """The last line of each epoch, in order: a replayed epoch counts once."""
-        last = {epoch: event for event in self.of("epoch") if isinstance(epoch := event.get("epoch"), int)}
+        last = {event.epoch: event for event in self.of(kinds.Epoch)}
         return [last[epoch] for epoch in sorted(last)]
 
     @cached_property
@@ -136,27 +119,24 @@ class RunRecord:
         return split_sessions(self.events)
 
     @cached_property
-    def start(self) -> Event:
-        starts = self.of("start")
-        return starts[-1] if starts else {"event": "start"}
+    def start(self) -> kinds.Start:
+        return last_of(self.events, kinds.Start) or kinds.Start()
 
     @cached_property
-    def end(self) -> Event | None:
+    def end(self) -> kinds.End | None:
         """The end of the last session that trained; an earlier one says nothing about the present state."""
         return last_end(self.sessions)
 
     @cached_property
-    def final(self) -> Event | None:
+    def final(self) -> kinds.Final | None:
         """The step whose weights the last session ended with; None if it has not ended."""
-        finals = of_kind(self.sessions[-1], "final") if self.sessions else []
-        known = [event for event in finals if isinstance(event.get("step"), int)]
-        return known[-1] if known else None
+        return last_of(self.sessions[-1], kinds.Final) if self.sessions else None
 
     @cached_property
     def status(self) -> str:
         """completed, stopped, failed, or unfinished: killed, or still running."""
         if self.end is not None:
-            return str(self.end.get("status", UNFINISHED))
+            return self.end.status
         # With several sessions the summary may be that of an earlier one.
         if len(self.sessions) <= 1 and self.summary.get("status"):
             return str(self.summary["status"])
@@ -169,7 +149,7 @@ class RunRecord:
     def fact(self, name: str) -> Any:
         """Return a fact of the run from the start event, else the summary, the plan's hardware or
         the config."""
-        for source in (self.start, self.summary, section(self.plan, "hardware"), self.config):
+        for source in (vars(self.start), self.summary, section(self.plan, "hardware"), self.config):
             if source.get(name) is not None:
                 return source[name]
         return None
@@ -193,32 +173,28 @@ class RunRecord:
     def on_gpu(self) -> bool:
         device = self.fact("device")
         if device is None:
-            return any(event.get("devices") for event in self.monitors)
+            return any(event.devices for event in self.monitors)
         return not str(device).lower().startswith("cpu")
 
     @cached_property
-    def recoveries(self) -> list[Event]:
-        return self.of("recovery")
+    def recoveries(self) -> list[kinds.Recovery]:
+        return self.of(kinds.Recovery)
 
     @cached_property
-    def resumes(self) -> list[Event]:
+    def resumes(self) -> list[kinds.Resume]:
         """Resumes by the user: those before the first step of a session. Recoveries read checkpoints too."""
-        resumes = []
+        ends = kinds.Resume | kinds.Failure
+        firsts: list[Event | None] = []
         for session in self.sessions:
-            kinds = ("resume", "step", "failure")
-            first = next(
-                (event for event in session if event["event"] in kinds or event.get("num_steps")), None
-            )
-            if first is not None and first["event"] == "resume":
-                resumes.append(first)
-        return resumes
+            found = (event for event in session if isinstance(event, ends) or has_trained(event))
+            firsts.append(next(found, None))
+        return [event for event in firsts if isinstance(event, kinds.Resume)]
 
     @cached_property
     def workers(self) -> int | None:
         """The number of workers at the end of the run; None if it is unknown."""
-        recorded = [event.get("workers") for event in self.events if event["event"] in ("start", "recovery")]
-        counts = [*recorded, self.summary.get("workers")]
-        known = [count for count in counts if isinstance(count, int) and not isinstance(count, bool)]
+        recorded = [event.workers for event in self.events if isinstance(event, kinds.Start | kinds.Recovery)]
+        known = [count for count in (*recorded, self.summary.get("workers")) if isinstance(count, int)]
         return known[-1] if known else None
 
     @cached_property
@@ -255,20 +231,15 @@ def read_run_record(folder: Path, whole: bool = False) -> RunRecord:
     ``whole``: with all events of a long run too, whose memory they may fill."""
     _check_folder(folder)
     fold = read_fold(folder / EVENTS)
-    events = read_events(folder / EVENTS) if whole else fold.events()
+    events = map(decode_event, stream_events(folder / EVENTS)) if whole else fold.events()
     return RunRecord(
         folder=folder,
         config=read_tree(folder / "config.yaml", safe_content),
         plan=read_tree(folder / "plan.json", json.loads),
         summary=read_tree(folder / "summary.json", json.loads),
-        events=[event for event in events if _has_step(event)],
+        events=[event for event in events if event is not None],
         totals=fold.totals,
     )
-
-
-def _has_step(event: Event) -> bool:
-    """Return whether an event of a step says which: one without would stop every reader."""
-    return is_step(event.get("step")) or event["event"] not in STEP_KINDS
 
 
 def _check_folder(folder: Path) -> None:
@@ -314,5 +285,5 @@ def read_tree(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _duration(session: list[Event]) -> float:
-    times = [time for event in session if (time := finite(event.get("time"))) is not None]
+    times = [event.time for event in session if event.time is not None]
     return max(times) - min(times) if times else 0.0

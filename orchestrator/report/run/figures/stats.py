@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from orchestrator.config.metric import Criterion, find_criterion
 from orchestrator.errors import UserError
-from orchestrator.record.files.events import Event
-from orchestrator.record.summary.peak_memory import PeakMemory
+from orchestrator.record.events.decoding import finite
+from orchestrator.record.events.kinds import Compile, Evaluation, Memory, Monitor, Start, Step
 from orchestrator.record.summary.speed import Speed, after_warm_up
-from orchestrator.report.run.figures.read import RunRecord, cached_on_record, entries, finite, section
+from orchestrator.report.run.figures.read import RunRecord, cached_on_record, entries, section
 from orchestrator.types import MEMORY_PARTS, PHASES
 
 OTHER = "other"
@@ -54,9 +53,9 @@ class MonitoredFigure:
     peak: float
 
 
-def values(events: Iterable[Event], name: str) -> list[float]:
+def values(events: Iterable[object], name: str) -> list[float]:
     """Return the finite values of a field, in order."""
-    return [value for event in events if (value := finite(event.get(name))) is not None]
+    return [value for event in events if (value := finite(getattr(event, name))) is not None]
 
 
 @cached_on_record
@@ -70,15 +69,15 @@ def phase_seconds(record: RunRecord) -> dict[str, float]:
 
     They add up to the mean step after the warm-up.
     """
-    measured = after_warm_up([event for event in record.phases if finite(event.get("total"))])
+    measured = after_warm_up([event for event in record.phases if event.total])
     # The last event of a run may average over fewer steps than the others.
-    weights = [finite(event.get("steps")) or 1.0 for event in measured]
+    weights = [event.steps or 1.0 for event in measured]
     num_steps = sum(weights)
     if not num_steps:
         return {}
 
     def mean(name: str) -> float:
-        seconds = [finite(event.get(name)) or 0.0 for event in measured]
+        seconds = [getattr(event, name) or 0.0 for event in measured]
         return sum(value * weight for value, weight in zip(seconds, weights, strict=True)) / num_steps
 
     return _with_rest({name: mean(name) for name in PHASES}, mean("total"))
@@ -128,7 +127,7 @@ def memory(record: RunRecord) -> MemoryUse | None:
 
 
 @cached_on_record
-def _measured_peak(record: RunRecord) -> PeakMemory | None:
+def _measured_peak(record: RunRecord) -> Memory | None:
     return record.totals.peak.peak()
 
 
@@ -153,29 +152,29 @@ def monitored_figures(record: RunRecord) -> list[MonitoredFigure]:
     ]
 
 
-def _monitored_values(event: Event) -> list[tuple[str, str, float]]:
+def _monitored_values(reading: Monitor) -> list[tuple[str, str, float]]:
     """Return name, unit and value of each figure of a monitor event."""
-    host = section(event, "host")
+    host = reading.host
     figures = [
-        ("host cpu", "%", host.get("cpu_percent")),
-        ("host memory", "B", host.get("memory_used")),
-        ("process memory", "B", host.get("process_memory")),
+        ("host cpu", "%", host.cpu_percent),
+        ("host memory", "B", host.memory_used),
+        ("process memory", "B", host.process_memory),
     ]
-    for device in entries(event, "devices"):
-        gpu = f"gpu {device.get('index', 0)}"
+    for device in reading.devices:
+        gpu = f"gpu {device.index}"
         figures += [
-            (f"{gpu} utilization", "%", device.get("utilization")),
-            (f"{gpu} memory", "B", device.get("memory_used")),
-            (f"{gpu} temperature", "°C", device.get("temperature")),
-            (f"{gpu} power", "W", device.get("power")),
+            (f"{gpu} utilization", "%", device.utilization),
+            (f"{gpu} memory", "B", device.memory_used),
+            (f"{gpu} temperature", "°C", device.temperature),
+            (f"{gpu} power", "W", device.power),
         ]
-    return [(name, unit, value) for name, unit, raw in figures if (value := finite(raw)) is not None]
+    return [(name, unit, value) for name, unit, value in figures if value is not None]
 
 
 @cached_on_record
 def gpu_utilization(record: RunRecord) -> float | None:
     """Return the mean utilization in percent over all samples of all devices."""
-    samples = [use for event in record.monitors for use in values(entries(event, "devices"), "utilization")]
+    samples = [use for reading in record.monitors for use in values(reading.devices, "utilization")]
     return fmean(samples) if samples else None
 
 
@@ -190,19 +189,19 @@ def watched_criterion(record: RunRecord) -> Criterion:
     """Return the watched metric and its direction."""
     by_loss = Criterion("loss", "min")
     try:
-        criterion = find_criterion(str(record.start.get("best_by") or by_loss), {}, "best_by")
+        criterion = find_criterion(str(record.start.best_by or by_loss), {}, "best_by")
     except (ValueError, UserError):
         return by_loss
     has_values = any(score_number(event, criterion.name) is not None for event in record.evaluations)
     return criterion if has_values else by_loss
 
 
-def score(event: Event, name: str) -> Any:
-    """Return a metric of a step or an evaluation as it was written; the loss counts as one."""
-    return event.get("loss") if name == "loss" else section(event, "metrics").get(name)
+def score(event: Step | Evaluation, name: str) -> float | None:
+    """Return a metric of a step or an evaluation; the loss counts as one."""
+    return event.loss if name == "loss" else event.metrics.get(name)
 
 
-def score_number(event: Event, name: str) -> float | None:
+def score_number(event: Step | Evaluation, name: str) -> float | None:
     """Return a metric as a number to compare."""
     return finite(score(event, name))
 
@@ -211,26 +210,26 @@ def metric_names(record: RunRecord) -> list[str]:
     """Return every metric except the loss, accuracy first, then in order of appearance."""
     # Looking at every step would take long, and a task writes the same metrics in all of them.
     sampled = (*record.evaluations, *record.steps[:1], *record.steps[-1:])
-    names = dict.fromkeys(str(name) for event in sampled for name in section(event, "metrics"))
+    names = dict.fromkeys(name for event in sampled for name in event.metrics)
     return sorted(names, key=lambda name: "accuracy" not in name)
 
 
 @cached_on_record
-def best_evaluation(record: RunRecord) -> Event | None:
+def best_evaluation(record: RunRecord) -> Evaluation | None:
     """Return the evaluation with the best watched metric; of equal ones that with the smallest loss."""
     criterion = watched_criterion(record)
 
-    def order(event: Event) -> tuple[float, float]:
+    def order(event: Evaluation) -> tuple[float, float]:
         return criterion.order(score_number(event, criterion.name) or 0.0, score_number(event, "loss"))
 
     known = [event for event in record.evaluations if score_number(event, criterion.name) is not None]
     return max(known, key=order, default=None)
 
 
-def final_evaluation(record: RunRecord) -> Event | None:
+def final_evaluation(record: RunRecord) -> Evaluation | None:
     """Return the evaluation of the final weights; the last one if the run has not ended."""
-    step = record.final["step"] if record.final is not None else None
-    of_final = [event for event in record.evaluations if event["step"] == step]
+    step = record.final.step if record.final is not None else None
+    of_final = [event for event in record.evaluations if event.step == step]
     return next(iter([*of_final, *record.evaluations[-1:]]), None)
 
 
@@ -243,7 +242,7 @@ def flops_per_second(record: RunRecord) -> float | None:
 
 def is_compiled(record: RunRecord) -> bool:
     """Return whether the run was compiled; a compilation without any event succeeded."""
-    statuses = [str(event.get("status", "")).lower() for event in record.of("compile")]
+    statuses = [event.status.lower() for event in record.of(Compile)]
     if statuses:
         return not any(word in statuses[-1] for word in ("fail", "fell", "fall", "off", "error", "not"))
     choice = section(section(record.plan, "choices"), "compile")
@@ -266,19 +265,16 @@ def workers_text(record: RunRecord) -> str:
     if count is None:
         return ""
     start = record.start
-    first = next((event.get("workers") for event in record.of("start")), None)
-    parts = [f"{count} ({first} at first)" if isinstance(first, int) and first != count else str(count)]
-    if start.get("backend"):
-        parts.append(str(start["backend"]))
-    if start.get("sharding") not in (None, "none"):
-        parts.append(f"sharding {start['sharding']}")
-    nodes = start.get("nodes")
-    if isinstance(nodes, int):
-        parts.append(f"on {plural(nodes, 'node', 'nodes')}")
-    batch_shares = start.get("shares")
-    if isinstance(batch_shares, list) and len(set(map(str, batch_shares))) > 1:
-        known = [share for value in batch_shares if (share := finite(value)) is not None]
-        parts.append("shares " + " / ".join(f"{share:.0%}" for share in known))
+    first = next((event.workers for event in record.of(Start)), None)
+    parts = [f"{count} ({first} at first)" if first not in (None, count) else str(count)]
+    if start.backend:
+        parts.append(start.backend)
+    if start.sharding not in (None, "none"):
+        parts.append(f"sharding {start.sharding}")
+    if start.nodes is not None:
+        parts.append(f"on {plural(start.nodes, 'node', 'nodes')}")
+    if len(set(start.shares)) > 1:
+        parts.append("shares " + " / ".join(f"{share:.0%}" for share in start.shares))
     return ", ".join(parts)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
-from orchestrator.record.experts.expert_changes import parse_change
-from orchestrator.record.files.events import Event
+from orchestrator.record.events import kinds
+from orchestrator.record.events.kinds import Event
 from orchestrator.report.draw.markup import esc
 from orchestrator.report.draw.text import (
     change_line,
@@ -16,7 +16,7 @@ from orchestrator.report.draw.text import (
     recovery_text,
     settings_text,
 )
-from orchestrator.report.run.figures.read import RunRecord, entries, finite
+from orchestrator.report.run.figures.read import RunRecord
 from orchestrator.types import bytes_text, seconds_text
 
 MAX_ROWS = 60
@@ -38,7 +38,7 @@ class TimelineRow:
 def timeline_rows(record: RunRecord) -> list[TimelineRow]:
     """Return the notable events; of a long series of one kind the first and the last, of too many
     the last."""
-    events = [_timeline_row(event, record) for event in record.events if event["event"] in _TEXTS]
+    events = [_timeline_row(event, record) for event in record.events if type(event) in _TEXTS]
     rows: list[TimelineRow] = []
     for _, series in groupby(events, key=lambda row: row.kind):
         rows += _shortened(list(series))
@@ -68,93 +68,80 @@ def _shortened(series: list[TimelineRow]) -> list[TimelineRow]:
 
 
 def _timeline_row(event: Event, record: RunRecord) -> TimelineRow:
-    tone, text = _TEXTS[event["event"]]
-    if event["event"] == "end" and event.get("status") == "failed":
+    tone, text = _TEXTS[type(event)]
+    if isinstance(event, kinds.End) and event.status == "failed":
         tone = "bad"
-    if event["event"] == "failure" and event.get("final") is False:
+    if isinstance(event, kinds.Failure) and event.final is False:
         tone = "warn"
-    begin = finite(record.events[0].get("time"))
-    time = finite(event.get("time"))
-    step = event.get("step")
+    begin = record.events[0].time
     return TimelineRow(
-        after_s=max(0.0, time - begin) if begin is not None and time is not None else None,
-        step=step if isinstance(step, int) else None,
-        kind=_NAMES.get(event["event"], event["event"]),
+        after_s=max(0.0, event.time - begin) if begin is not None and event.time is not None else None,
+        step=event.step,
+        kind=_NAMES.get(event.EVENT, event.EVENT),
         tone=tone,
         text=text(event),
     )
 
 
-def _warning_text(event: Event) -> str:
-    return ": ".join(str(event[name]) for name in ("kind", "message") if event.get(name))
+def _warning_text(event: kinds.Warned | kinds.Failure) -> str:
+    return ": ".join(text for text in (event.kind, event.message) if text)
 
 
-def _oom_text(event: Event) -> str:
-    where = f" in {event['where']}" if event.get("where") else ""
-    smaller = event.get("next_micro_batch", "?")
-    return f"micro-batch of {event.get('micro_batch', '?')} did not fit{where}; continued with {smaller}"
+def _oom_text(event: kinds.OutOfMemory) -> str:
+    where = f" in {event.where}" if event.where else ""
+    sizes = ["?" if size is None else size for size in (event.micro_batch, event.next_micro_batch)]
+    return f"micro-batch of {sizes[0]} did not fit{where}; continued with {sizes[1]}"
 
 
-def _resume_text(event: Event) -> str:
-    source = event.get("path") or "a checkpoint"
-    if event.get("source") == "memory":
-        source = "snapshots in memory"
-    skipped = [f"skipped {item.get('path')}: {item.get('reason')}" for item in entries(event, "skipped")]
+def _resume_text(event: kinds.Resume) -> str:
+    source = "snapshots in memory" if event.source == "memory" else event.path or "a checkpoint"
+    skipped = [f"skipped {each.path}: {each.reason}" for each in event.skipped]
     return "; ".join([f"continued from {source}", *skipped])
 
 
-def _checkpoint_text(event: Event) -> str:
+def _checkpoint_text(event: kinds.Checkpoint) -> str:
     details = []
-    size = finite(event.get("bytes"))
-    if size is not None:
-        details.append(bytes_text(size))
-    seconds = finite(event.get("seconds"))
-    if seconds is not None:
-        details.append(seconds_text(seconds))
-    stall = finite(event.get("stall"))
-    if stall is not None and seconds is not None and stall < seconds:
-        details.append(f"training blocked for {seconds_text(stall)} of it")
-    return str(event.get("path", "written")) + (f" ({', '.join(details)})" if details else "")
+    if event.bytes is not None:
+        details.append(bytes_text(event.bytes))
+    if event.seconds is not None:
+        details.append(seconds_text(event.seconds))
+    if event.stall is not None and event.seconds is not None and event.stall < event.seconds:
+        details.append(f"training blocked for {seconds_text(event.stall)} of it")
+    return (event.path or "written") + (f" ({', '.join(details)})" if details else "")
 
 
-def _failure_text(event: Event) -> str:
-    return _warning_text(event) if event.get("rank") is None else failure_text(event)
+def _failure_text(event: kinds.Failure) -> str:
+    return _warning_text(event) if event.rank is None else failure_text(event)
 
 
-def _recovery_text(event: Event) -> str:
+def _recovery_text(event: kinds.Recovery) -> str:
     """Return the outcome of a recovery, its parts, and the reason of the decision."""
     names = ("detect", "regroup", "restore", "replay")
-    seconds = {name: finite(event.get(f"{name}_seconds")) for name in names}
+    seconds = {name: getattr(event, f"{name}_seconds") for name in names}
     parts = [f"{name} {seconds_text(value)}" for name, value in seconds.items() if value is not None]
-    reason = f"; {event['reason']}" if event.get("reason") else ""
+    reason = f"; {event.reason}" if event.reason else ""
     return recovery_text(event) + (f" ({', '.join(parts)})" if parts else "") + reason
 
 
-def _compile_text(event: Event) -> str:
-    seconds = finite(event.get("seconds"))
+def _compile_text(event: kinds.Compile) -> str:
     parts = [
-        str(event.get("status", "")),
-        f"in {seconds_text(seconds)}" if seconds else "",
-        f"({event['detail']})" if event.get("detail") else "",
+        event.status,
+        f"in {seconds_text(event.seconds)}" if event.seconds else "",
+        f"({event.detail})" if event.detail else "",
     ]
     return " ".join(part for part in parts if part)
 
 
-def _placement_text(event: Event) -> str:
-    return str(event.get("sentence") or event.get("method") or "")
+def _placement_text(event: kinds.Placement) -> str:
+    return event.sentence or event.method
 
 
-def _expert_text(event: Event) -> str:
-    change = parse_change(event)
-    return change_line(change) if change is not None else str(event.get("reason") or "")
+def _snapshot_interval_text(event: kinds.SnapshotInterval) -> str:
+    return f"every {'?' if event.every is None else event.every} steps: {event.reason}"
 
 
-def _snapshot_interval_text(event: Event) -> str:
-    return f"every {event.get('every', '?')} steps: {event.get('reason', '')}"
-
-
-def _end_text(event: Event) -> str:
-    return str(event.get("status", "")) + (f": {event['reason']}" if event.get("reason") else "")
+def _end_text(event: kinds.End) -> str:
+    return event.status + (f": {event.reason}" if event.reason else "")
 
 
 _NAMES = {
@@ -165,19 +152,19 @@ _NAMES = {
     "expert": "experts",
     "settings": "changed settings",
 }
-_TEXTS: dict[str, tuple[str, Callable[[Event], str]]] = {
-    "compile": ("calm", _compile_text),
-    "cuda_graph": ("calm", cuda_graph_text),
-    "placement": ("calm", _placement_text),
-    "expert": ("info", _expert_text),
-    "snapshot_interval": ("calm", _snapshot_interval_text),
-    "warning": ("warn", _warning_text),
-    "oom": ("bad", _oom_text),
-    "resume": ("info", _resume_text),
-    "settings": ("warn", settings_text),
-    "checkpoint": ("calm", _checkpoint_text),
-    "failure": ("bad", _failure_text),
-    "recovery": ("info", _recovery_text),
-    "end": ("good", _end_text),
+_TEXTS: dict[type[Event], tuple[str, Callable[..., str]]] = {
+    kinds.Compile: ("calm", _compile_text),
+    kinds.CudaGraph: ("calm", cuda_graph_text),
+    kinds.Placement: ("calm", _placement_text),
+    kinds.ExpertChange: ("info", change_line),
+    kinds.SnapshotInterval: ("calm", _snapshot_interval_text),
+    kinds.Warned: ("warn", _warning_text),
+    kinds.OutOfMemory: ("bad", _oom_text),
+    kinds.Resume: ("info", _resume_text),
+    kinds.Settings: ("warn", settings_text),
+    kinds.Checkpoint: ("calm", _checkpoint_text),
+    kinds.Failure: ("bad", _failure_text),
+    kinds.Recovery: ("info", _recovery_text),
+    kinds.End: ("good", _end_text),
 }
 """Tone and text of each kind of event."""

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 from orchestrator.config.metric import Criterion
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.decoding import finite
+from orchestrator.record.events.kinds import Evaluation
 from orchestrator.record.summary.totals import NUM_FIRST
 from orchestrator.report.run.figures.outcome import score_text
 from orchestrator.report.run.figures.panels import Points
-from orchestrator.report.run.figures.read import RunRecord, cached_on_record, finite, number
+from orchestrator.report.run.figures.read import RunRecord, cached_on_record
 from orchestrator.report.run.figures.stats import (
     best_evaluation,
     non_finite_text,
@@ -60,7 +61,7 @@ MIN_DIVERGENCE = 0.25
 class _Decline:
     """A validation metric that became worse after its best value."""
 
-    best: Event
+    best: Evaluation
     text: str
 
 
@@ -80,7 +81,7 @@ def learning_finding(record: RunRecord) -> Finding:
 def _diverged(record: RunRecord) -> Finding | None:
     """Return that the training loss is no number at the end, or has lost half of its fall."""
     advice = divergence_advice(record)
-    last = number(record.steps[-1].get("loss")) if record.steps else None
+    last = record.steps[-1].loss if record.steps else None
     if last is not None and not math.isfinite(last):
         return Finding("diverged", (f"nan or infinite: {non_finite_text(record)}",), advice)
     means = window_means(_training_points(record))
@@ -120,7 +121,7 @@ def _worse_validation(record: RunRecord) -> Finding | None:
     if not declines:
         return None
     best = declines[0].best
-    losses = _training_losses(record, best["step"])
+    losses = _training_losses(record, best.step)
     if losses is None:
         return None
     evidence = tuple(decline.text for decline in declines)
@@ -157,7 +158,7 @@ def _decline(record: RunRecord, criterion: Criterion) -> _Decline | None:
     verb = "rose" if now > best_value else "fell"
     times = plural(len(later), "evaluation", "evaluations")
     text = (
-        f"validation {criterion.name} was best at step {known[best_index]['step']} "
+        f"validation {criterion.name} was best at step {known[best_index].step} "
         f"({score_text(best_value)}), "
         f"then {verb} by {change:.1%} (to {score_text(now)}, the median of {times})"
     )
@@ -176,11 +177,11 @@ def _rise(record: RunRecord) -> _Decline | None:
 
 def _training_losses(record: RunRecord, best_step: int) -> tuple[float, float] | None:
     """Return the mean training loss of the steps before the best evaluation, and of as many at the end."""
-    steps = [event["step"] for event in record.evaluations]
+    steps = [event.step for event in record.evaluations]
     before = max((step for step in steps if step < best_step), default=0)
-    until_best = values((e for e in record.steps if before < e["step"] <= best_step), "loss")
-    end = record.steps[-1]["step"] if record.steps else 0
-    last = values((e for e in record.steps if e["step"] > end - max(1, best_step - before)), "loss")
+    until_best = values((e for e in record.steps if before < e.step <= best_step), "loss")
+    end = record.steps[-1].step if record.steps else 0
+    last = values((e for e in record.steps if e.step > end - max(1, best_step - before)), "loss")
     return (fmean(until_best), fmean(last)) if until_best and last else None
 
 
@@ -258,17 +259,17 @@ def _best_text(record: RunRecord) -> tuple[str, ...]:
         return ()
     name = watched_criterion(record).name
     value = score_text(score_number(best, name))
-    return (f"validation {name} was best at step {best['step']} ({value})",)
+    return (f"validation {name} was best at step {best.step} ({value})",)
 
 
 @cached_on_record
 def _training_points(record: RunRecord) -> Points:
-    known = [(float(event["step"]), finite(event.get("loss"))) for event in record.steps]
+    known = [(float(event.step), finite(event.loss)) for event in record.steps]
     return [(step, loss) for step, loss in known if loss is not None]
 
 
 def _validation_points(record: RunRecord) -> Points:
-    known = [(float(event["step"]), score_number(event, "loss")) for event in record.evaluations]
+    known = [(float(event.step), score_number(event, "loss")) for event in record.evaluations]
     return [(step, loss) for step, loss in known if loss is not None]
 
 

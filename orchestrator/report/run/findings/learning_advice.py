@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.record.files.events import Event
-from orchestrator.report.run.figures.read import RunRecord, finite, section
+from orchestrator.record.events.decoding import finite
+from orchestrator.record.events.kinds import Evaluation
+from orchestrator.report.run.figures.read import RunRecord, section
 
 SMALL_FALL = 0.1
 """The part of its first value by which a training loss falls in all if the steps were too small."""
@@ -36,7 +37,7 @@ def levelled_advice(record: RunRecord, is_fitting: bool, fall: float) -> tuple[s
 def longer_advice(record: RunRecord) -> str:
     """Return the advice to train longer, by the setting that ended the run."""
     run = section(record.config, "run")
-    last = record.steps[-1]["step"] if record.steps else 0
+    last = record.steps[-1].step if record.steps else 0
     total = finite(record.fact("total_steps"))
     if record.status != "completed" and total is not None and last < total:
         return f"resume the run: it ended at step {last} of {total:.0f}"
@@ -48,7 +49,7 @@ def longer_advice(record: RunRecord) -> str:
     )
 
 
-def overfitting_advice(record: RunRecord, best: Event) -> tuple[str, ...]:
+def overfitting_advice(record: RunRecord, best: Evaluation) -> tuple[str, ...]:
     decay = section(record.config, "optim").get("weight_decay") if record.takes("weight_decay") else None
     higher = f"--weight-decay {max(0.05, 5 * decay):g} (was {decay:g})" if isinstance(decay, float) else ""
     regularised = f"{higher or 'more weight decay'}, more or augmented data, or a smaller model"
@@ -61,14 +62,12 @@ def _patience_advice(record: RunRecord) -> tuple[str, ...]:
     return ("--early-stopping-patience 3: ends a run that no longer becomes better",)
 
 
-def shorter_advice(record: RunRecord, best: Event) -> str:
+def shorter_advice(record: RunRecord, best: Evaluation) -> str:
     """Return the advice to end where the best result was; the weights may be the best ones already."""
-    epoch = best.get("epoch")
-    length = f"--max-steps {best['step']}"
-    if isinstance(epoch, int) and not section(record.config, "run").get("max_steps"):
-        length = f"--epochs {epoch + 1}"
-    final = record.final or {}
-    if final.get("step") == best["step"]:
+    length = f"--max-steps {best.step}"
+    if best.epoch is not None and not section(record.config, "run").get("max_steps"):
+        length = f"--epochs {best.epoch + 1}"
+    if record.final is not None and record.final.step == best.step:
         return f"{length}: the kept weights are the best ones already; later steps changed nothing"
     return f"{length}, or leave out --keep-last: a run then ends with its best weights"
 
@@ -84,5 +83,5 @@ def learning_rate_name(record: RunRecord) -> str:
 def evaluation_advice(record: RunRecord, by_validation: bool) -> str:
     if not by_validation:
         return longer_advice(record)
-    interval = max(1, record.evaluations[-1]["step"] // (2 * len(record.evaluations)))
+    interval = max(1, record.evaluations[-1].step // (2 * len(record.evaluations)))
     return f"--evaluate-every {interval}, or a larger validation set: more and quieter evaluations"

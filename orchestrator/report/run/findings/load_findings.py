@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from orchestrator.record.events.kinds import Compile, OutOfMemory
 from orchestrator.report.run.figures.host_load import UNEVEN, host_load
 from orchestrator.report.run.figures.read import RunRecord, section
 from orchestrator.report.run.figures.stats import (
@@ -26,10 +27,10 @@ NEAR_LIMIT = 0.95
 
 
 def out_of_memory_finding(record: RunRecord) -> Finding | None:
-    ooms = record.of("oom")
+    ooms = record.of(OutOfMemory)
     if not ooms:
         return None
-    micro_batch = ooms[-1].get("next_micro_batch", "?")
+    micro_batch = ooms[-1].next_micro_batch or "?"
     steps = plural(len(ooms), "step", "steps")
     evidence = [f"{steps} ran out of memory; the micro-batch ended at {micro_batch}"]
     peak = memory(record)
@@ -96,7 +97,7 @@ def larger_batch_advice(record: RunRecord, gain: str) -> tuple[str, ...]:
 
 def _compile_advice(record: RunRecord, text: str) -> tuple[str, ...]:
     """Advise compilation, unless the run was compiled, failed to compile, or its plan rejects it."""
-    was_tried = is_compiled(record) or bool(record.of("compile"))
+    was_tried = is_compiled(record) or bool(record.of(Compile))
     return () if was_tried or record.rejects("compile", "on") else (text,)
 
 

@@ -3,6 +3,7 @@ communication."""
 
 from __future__ import annotations
 
+from orchestrator.record.events.kinds import Failure
 from orchestrator.report.run.figures.host_load import exchange_cost
 from orchestrator.report.run.figures.read import RunRecord, section
 from orchestrator.report.run.figures.stats import phase_seconds, plural, shares, wall_seconds
@@ -57,7 +58,7 @@ def recovery_finding(record: RunRecord) -> Finding | None:
         return None
     num_recoveries = len(record.recoveries)
     seconds = wall_seconds(record)["recovery"] / num_recoveries
-    kinds = dict.fromkeys(str(event["kind"]) for event in record.of("failure") if event.get("kind"))
+    kinds = dict.fromkeys(event.kind for event in record.of(Failure) if event.kind)
     causes = [_CAUSES.get(kind, kind) for kind in kinds]
     after = f" after {', '.join(causes[:3])}" if causes else ""
     evidence = (
@@ -72,7 +73,7 @@ def recovery_finding(record: RunRecord) -> Finding | None:
             "--spares 1, if a device is free: a host that stands by replaces a lost one in about a second"
         )
     if record.replayed_steps:
-        from_memory = any(event.get("source") == "memory" for event in record.recoveries)
+        from_memory = any(event.source == "memory" for event in record.recoveries)
         flag = "--snapshot-every" if from_memory else "--checkpoint-every"
         # A failure costs half an interval on average, so half the interval halves the loss.
         interval = max(1, record.replayed_steps // num_recoveries // 2)
@@ -150,7 +151,7 @@ def _overlap_advice(record: RunRecord) -> tuple[str, ...]:
     """
     if not record.on_gpu:
         return ()
-    if record.start.get("backend") == "gloo":
+    if record.start.backend == "gloo":
         return (NCCL,)
     return ("more --exchange-chunks: experts compute on one part while the next is sent",)
 
@@ -165,9 +166,9 @@ def _reduction_finding(record: RunRecord) -> Finding | None:
     evidence = f"{share:.0%} of a step{workers} is communication ({seconds} per step)"
     advice = ["more --accumulation-steps, or a larger --batch-size: more work per all-reduce of gradients"]
     less_sharding = [form for form in ("zero2", "none") if not record.rejects("sharding", form)]
-    if record.start.get("sharding") == "zero3" and less_sharding:
+    if record.start.sharding == "zero3" and less_sharding:
         forms = " or ".join(less_sharding)
         advice.append(f"--sharding {forms}, if memory allows: then parameters are not gathered in every step")
-    if record.on_gpu and record.start.get("backend") == "gloo":
+    if record.on_gpu and record.start.backend == "gloo":
         advice.append(NCCL)
     return Finding("communication", (evidence,), (*advice, FEWER_WORKERS))

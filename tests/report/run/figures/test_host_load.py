@@ -7,6 +7,7 @@ import pytest
 from harness.fakes.fake_events import FakeRun, placement
 from harness.fakes.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_events, evolving_record
 from harness.fakes.fake_run import events_record, run_record
+from harness.runs.records import decoded
 from orchestrator.record.summary.speed import speed_of
 from orchestrator.record.summary.summary import summarise
 from orchestrator.report.run.figures.host_load import (
@@ -183,7 +184,7 @@ def test_experts_are_shown_where_they_are_at_the_end(tmp_path):
     assert result.unplaced == 0
     assert (result.predicted, result.predicted_imbalance, first.predicted) == (None, None, None)
     assert steps_text(result) == "steps 61 to 120"
-    assert result.imbalance == summarise(evolving_events(EVOLVING_HOSTS))["imbalance"]
+    assert result.imbalance == summarise(decoded(evolving_events(EVOLVING_HOSTS)))["imbalance"]
     assert sum(result.measured or ()) == pytest.approx(3)
 
 

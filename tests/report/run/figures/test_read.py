@@ -8,16 +8,17 @@ import pytest
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_run import events_record, run_record, write_events, write_run
 from orchestrator.errors import UserError
-from orchestrator.report.run.figures.read import UNFINISHED, cached_on_record, finite, number, read_run_record
+from orchestrator.record.events.decoding import finite, number
+from orchestrator.report.run.figures.read import UNFINISHED, cached_on_record, read_run_record
 
 
 def test_a_finished_run_is_read(tmp_path):
     record = run_record(tmp_path, FakeRun(steps=20, epochs=2, experts=4))
     assert record.name == "fake"
     assert record.status == "completed"
-    assert [event["step"] for event in record.steps] == list(range(1, 21))
-    assert [event["epoch"] for event in record.epochs] == [0, 1]
-    assert [event["step"] for event in record.evaluations] == [10, 20]
+    assert [event.step for event in record.steps] == list(range(1, 21))
+    assert [event.epoch for event in record.epochs] == [0, 1]
+    assert [event.step for event in record.evaluations] == [10, 20]
     assert len(record.phases) == len(record.loads) == len(record.monitors) == 2
     assert record.exchanges == []
     assert record.fact("task") == "text"
@@ -43,7 +44,7 @@ def test_a_killed_run_is_unfinished(tmp_path):
 def test_a_resumed_run_counts_each_step_once_and_leaves_out_the_pause(tmp_path):
     run = FakeRun(steps=40, epochs=4, resume_at=27)
     record = run_record(tmp_path, run)
-    assert [event["step"] for event in record.steps] == list(range(1, 41))
+    assert [event.step for event in record.steps] == list(range(1, 41))
     assert record.replayed_steps == 7
     assert len(record.sessions) == 2
     assert record.seconds is not None
@@ -52,7 +53,7 @@ def test_a_resumed_run_counts_each_step_once_and_leaves_out_the_pause(tmp_path):
 
 def test_a_recovered_run_is_one_session(tmp_path):
     record = run_record(tmp_path, FakeRun(steps=40, epochs=4, workers=3, recover_at=27))
-    assert [event["step"] for event in record.steps] == list(range(1, 41))
+    assert [event.step for event in record.steps] == list(range(1, 41))
     assert (len(record.sessions), len(record.recoveries), record.replayed_steps, record.workers) == (
         1,
         1,
@@ -62,7 +63,7 @@ def test_a_recovered_run_is_one_session(tmp_path):
     assert record.resumes == []  # the workers read a checkpoint; no user resumed the run
     assert record.seconds is not None
     assert record.seconds > 12.3
-    assert [event["step"] for event in run_record(tmp_path / "b", FakeRun(resume_at=77)).resumes] == [60]
+    assert [event.step for event in run_record(tmp_path / "b", FakeRun(resume_at=77)).resumes] == [60]
 
 
 def test_the_summary_of_an_earlier_session_does_not_count(tmp_path):
@@ -84,7 +85,7 @@ def test_exchanges_are_by_step(tmp_path):
     record = run_record(
         tmp_path, FakeRun(steps=40, epochs=4, hosted=True, workers=2, experts=2, resume_at=27)
     )
-    assert [event["step"] for event in record.exchanges] == [10, 20, 30, 40]
+    assert [event.step for event in record.exchanges] == [10, 20, 30, 40]
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "exchange", "bytes": 1}\n{"event": "exchange", "step": "x"}\n')
     assert len(read_run_record(tmp_path).exchanges) == 4

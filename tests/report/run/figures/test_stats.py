@@ -6,7 +6,7 @@ import pytest
 
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_run import events_record, run_record, write_events, write_run
-from orchestrator.record.files.events import of_kind, read_events
+from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.report.run.figures import stats
 from orchestrator.report.run.figures.read import read_run_record
 from orchestrator.types import GIB
@@ -114,7 +114,8 @@ def test_the_best_evaluation_follows_the_watched_metric(tmp_path):
 
     def best_step(best_by):
         write_events(tmp_path, [{"event": "start", "step": 0, "best_by": best_by}, *evaluations])
-        return (stats.best_evaluation(read_run_record(tmp_path)) or {})["step"]
+        best = stats.best_evaluation(read_run_record(tmp_path))
+        return best.step if best else None
 
     assert best_step(None) == 1
     assert best_step("accuracy:max") == 2

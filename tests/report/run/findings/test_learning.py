@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.fakes.fake_run import events_record
-from orchestrator.record.files.events import Event
+from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.report.run.figures.read import RunRecord
 from orchestrator.report.run.findings.finding import Finding
 from orchestrator.report.run.findings.learning import MIN_EVALUATIONS, MIN_STEPS, learning_finding

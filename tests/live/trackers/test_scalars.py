@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.files.scalars import scalars
+from harness.runs.records import made
+from orchestrator.live.trackers.scalars import scalars
 
 
 def test_numbers_of_a_step_event() -> None:
@@ -24,7 +25,7 @@ def test_numbers_of_a_step_event() -> None:
         "seconds": 0.5,
         "metrics": {"accuracy": 0.9, "aux": "inf", "note": "text", "flag": True, "none": None},
     }
-    values = scalars(event)
+    values = scalars(made(event))
     assert math.isnan(values.pop("train/grad_norm"))
     assert values == {
         "train/loss": 0.5,
@@ -68,10 +69,6 @@ NUMBERS = [
             "phases/optimizer": 0.1,
             "phases/total": 0.8,
         },
-    ),
-    (
-        {"event": "phases", "step": 7, "steps": 5, "seconds": {"data": 0.1}, "total": 0.8},
-        {"phases/data": 0.1, "phases/total": 0.8},
     ),
     (
         {
@@ -128,13 +125,16 @@ NUMBERS = [
         },
         {"recovery/workers": 2.0, "recovery/lost_steps": 5.0, "recovery/total_seconds": 12.5},
     ),
-    ({"event": "expert", "step": 20, "layer": 1, "experts": 5, "ids": [4]}, {"experts/layer1_number": 5.0}),
+    (
+        {"event": "expert", "step": 20, "change": "born", "layer": 1, "experts": 5, "ids": [4]},
+        {"experts/layer1_number": 5.0},
+    ),
     ({"event": "end", "status": "completed", "steps": 4}, {}),
     ({"event": "step", "step": 1}, {}),
-    ({"event": "monitor", "host": None, "devices": None}, {}),
+    ({"event": "monitor", "step": 1, "host": None, "devices": None}, {}),
 ]
 
 
 @pytest.mark.parametrize(("event", "values"), NUMBERS)
 def test_events_become_named_numbers(event: dict[str, Any], values: dict[str, float]) -> None:
-    assert scalars(event) == values
+    assert scalars(made(event)) == values
