@@ -96,6 +96,7 @@ class Screen:
         self.log_every: int | None = None
         """Steps between lines if the output is no terminal, as the user has set them."""
         self._is_recovering = False
+        self._has_trained = False
         self._handlers: dict[str, Callable[[Event], None]] = {
             "start": self._start,
             "step": self._step,
@@ -149,6 +150,7 @@ class Screen:
             self._bar.start()
 
     def _step(self, event: Event) -> None:
+        self._has_trained = True
         state = self._state
         state.step = int(event.get("step") or 0)
         state.loss = to_float(event.get("loss"))
@@ -192,7 +194,7 @@ class Screen:
             self._warning(f"resumed at step {event.get('step')} from {event.get('path')}")
 
     def _placement(self, event: Event) -> None:
-        is_unchanged = self._is_recovering and "(as before)" in str(event.get("sentence"))
+        is_unchanged = self._is_recovering and event.get("method") == "as before"
         if event.get("sentence") and not is_unchanged:
             self._line(str(event["sentence"]), style="dim")
 
@@ -227,8 +229,8 @@ class Screen:
 
     def _end(self, event: Event) -> None:
         self.close()
-        # Else the summary of the whole run says how it ended.
-        if str(event.get("reason")).startswith("nothing left to do"):
+        # A resumed run had nothing left to do. Else the summary of the whole run says how it ended.
+        if event.get("status") == "completed" and not self._has_trained and event.get("reason"):
             self._line(str(event["reason"]))
 
     def _warning(self, text: str) -> None:

@@ -243,9 +243,9 @@ def flops_per_second(record: RunRecord) -> float | None:
 
 def is_compiled(record: RunRecord) -> bool:
     """Return whether the run was compiled; a compilation without any event succeeded."""
-    statuses = [str(event.get("status", "")).lower() for event in record.of("compile")]
-    if statuses:
-        return not any(word in statuses[-1] for word in ("fail", "fell", "fall", "off", "error", "not"))
+    compiles = record.of("compile")
+    if compiles:
+        return compiles[-1].get("status") == "compiled"
     choice = section(section(record.plan, "choices"), "compile")
     return choice.get("value") is True or record.setting("device", "compile") in (True, "on")
 
