@@ -114,9 +114,9 @@ class _Frame:
 
     def text(self, point: Point, text: str, color: Color = INK, **look: Any) -> None:
         short = text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 1] + "…"
-        look = {"fontsize": LABEL_SIZE, "va": "center_baseline"} | look
+        shown: dict[str, Any] = {"fontsize": LABEL_SIZE, "va": "center_baseline"} | look
         # Text between dollar signs is no formula.
-        self.axes.text(*self.place(point), short, color=rgb(color), parse_math=False, zorder=3, **look)
+        self.axes.text(*self.place(point), short, color=rgb(color), parse_math=False, zorder=3, **shown)
 
     def add(self, artist: Any) -> None:
         # Artists of one level are drawn in the order in which they were added.
