@@ -161,6 +161,8 @@ class Plot:
     """The ticks with a line across the plot."""
     height: int = 180
     """In pixels."""
+    min_width: int = 0
+    """In pixels; on a narrower screen the plot scrolls, so that its texts do not touch each other."""
     is_square: bool = False
     scale: Scale | None = None
 

@@ -69,17 +69,22 @@ def drawing(plot: Plot) -> str:
     longest = max((len(text) for text in (*names, *(text for _, text in plot.y_ticks))), default=0)
     margin = min(MAX_MARGIN_PX, max(MIN_MARGIN_PX, 10 + CHAR_PX * longest))
     box = f"--height:{plot.height}px;--margin:{margin:.0f}px"
+    if plot.min_width:
+        box += f";min-width:{plot.min_width}px"
     data = f' data-scale="{esc(json.dumps(vars(plot.scale)))}"' if plot.scale is not None else ""
     style = "plot named" if plot.y_label else "plot"
     marks = list(flat(plot.marks))
     ground = "".join(map(_html_box, marks))
     texts = "".join(_html_text(mark) for mark in marks if isinstance(mark, Text))
-    return (
+    html = (
         f'<div class="{style}" style="{box}"{data}>{ground}'
         f'<svg viewBox="0 0 {SPAN} {SPAN}" preserveAspectRatio="none" role="img" '
         f'aria-label="{esc(plot.description)}">{_grid(plot)}{shapes(plot.marks)}</svg>{texts}{_ticks(plot)}'
         f"</div>"
     )
+    if not plot.min_width:
+        return html
+    return f'<div class="scroll" role="region" tabindex="0" aria-label="{esc(plot.title)}">{html}</div>'
 
 
 def color_scale(plot: Plot) -> str:

@@ -47,6 +47,7 @@ TIMES_WIDTH = 0.26
 CHARS = 80
 """About as many characters fit into the width of the experts."""
 HOST_PX = 32
+MIN_WIDTH_PX = 480
 MANY_HOSTS = 16
 MANY_HOSTS_PX = 17
 """Height of a host in a map of more hosts than that."""
@@ -113,6 +114,7 @@ def _layer_plot(load: HostLoad, layer: HostedLayer) -> Plot:
         y_ticks=_host_ticks(load),
         grid="x",
         height=HOST_PX * len(load.hosts),
+        min_width=MIN_WIDTH_PX,
     )
 
 
@@ -203,6 +205,7 @@ def _map_plot(load: HostLoad) -> Plot:
         remark=slowest_text(load.slowest, load.predicted_imbalance, "slowest host of each layer"),
         x_ticks=(*shown, *_time_ticks(load)),
         y_ticks=_host_ticks(load),
+        min_width=MIN_WIDTH_PX,
         height=num_hosts * (HOST_PX if num_hosts <= MANY_HOSTS else MANY_HOSTS_PX),
     )
 

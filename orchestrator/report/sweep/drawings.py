@@ -37,6 +37,8 @@ from orchestrator.report.sweep.heatmap import Cell, heat_map
 from orchestrator.report.sweep.parallel_coords import SPREAD, Line, ParallelPlot, parallel_plot
 
 CELL_PX = 42
+MIN_CELL_PX = 64
+MIN_SCALE_PX = 90
 BEST = series_color(1)
 WORST_SHARE = 0.04
 BEST_SHARE = 0.5
@@ -72,6 +74,7 @@ def heat_drawing(record: SweepRecord) -> Plot | None:
         x_ticks=_centred(shown.columns),
         y_ticks=tuple((1 - place, text) for place, text in _centred(shown.rows)),
         height=CELL_PX * num_rows,
+        min_width=MIN_CELL_PX * num_columns,
     )
 
 
@@ -120,6 +123,7 @@ def parallel_drawing(record: SweepRecord) -> Plot | None:
             for x, scale in zip(_axes(plot), plot.scales, strict=True)
         ),
         height=330,
+        min_width=MIN_SCALE_PX * len(plot.scales),
     )
 
 
