@@ -75,13 +75,12 @@ LOW_CONTRASTS = """
 # Figures without a name for screen readers, without a title, an axis, or a legend of several colours.
 BARE_FIGURES = """
 [...document.querySelectorAll('figure')].filter(figure => {
-  const drawing = figure.querySelector('svg, img, .stack, table');
-  const isNamed = !drawing || drawing.matches('table') || drawing.getAttribute('aria-label') || drawing.alt;
-  const curves = [...figure.querySelectorAll('.plot:not(.parallel) svg :is(.line, .thin)')];
-  const colors = new Set(curves.map(curve => curve.style.cssText));
-  const axis = figure.querySelector('.plot:not(.parallel)') ? figure.querySelector('.plot .axis') : true;
+  const drawing = figure.querySelector('svg, .stack, table');
+  const isNamed = !drawing || drawing.matches('table') || drawing.getAttribute('aria-label');
+  const curves = new Set([...figure.querySelectorAll('[data-label]')].map(curve => curve.dataset.label));
+  const axis = figure.querySelector('.plot') ? figure.querySelector('.plot .axis') : true;
   return !isNamed || !figure.querySelector('figcaption')?.textContent.trim() || !axis ||
-    colors.size > 1 && figure.querySelectorAll('.key').length < colors.size;
+    curves.size > 1 && figure.querySelectorAll('.key').length < curves.size;
 }).map(figure => figure.outerHTML.slice(0, 160))
 """
 # Tables that are wider than their frames: their last columns are hidden until one scrolls.

@@ -96,6 +96,7 @@ class Screen:
         self.log_every: int | None = None
         """Steps between lines if the output is no terminal, as the user has set them."""
         self._is_recovering = False
+        self._has_trained = False
 
     def banner(self, rows: Sequence[tuple[str, str]], title: str = "") -> None:
         """Show the run that is about to start, as (label, value) rows."""
@@ -165,6 +166,7 @@ class Screen:
             self._bar.start()
 
     def _step(self, step: kinds.Step) -> None:
+        self._has_trained = True
         state = self._state
         state.step = step.step
         state.loss = step.loss
@@ -200,7 +202,7 @@ class Screen:
             self._warning(f"resumed at step {resume.step} from {resume.path}")
 
     def _placement(self, placement: kinds.Placement) -> None:
-        is_unchanged = self._is_recovering and "(as before)" in placement.sentence
+        is_unchanged = self._is_recovering and placement.method == "as before"
         if placement.sentence and not is_unchanged:
             self._line(placement.sentence, style="dim")
 
@@ -212,8 +214,8 @@ class Screen:
 
     def _end(self, end: kinds.End) -> None:
         self.close()
-        # Else the summary of the whole run says how it ended.
-        if end.reason.startswith("nothing left to do"):
+        # A resumed run had nothing left to do. Else the summary of the whole run says how it ended.
+        if end.status == "completed" and not self._has_trained and end.reason:
             self._line(end.reason)
 
     def _warning(self, text: str) -> None:

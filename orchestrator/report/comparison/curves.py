@@ -41,7 +41,7 @@ def panels_by_time(runs: Sequence[ComparedRun]) -> list[Panel]:
     longest_s = max((run.record.seconds or 0.0 for run in runs), default=0.0)
     unit_s, unit = next((unit_s, unit) for least_s, unit_s, unit in TIME_UNITS if longest_s >= least_s)
     places = [_time_place(run.record, unit_s) for run in runs]
-    return _Curves(runs, places, f"time, {unit}").panels()
+    return _Curves(runs, places, f"time, {unit}", counts=False).panels()
 
 
 def _step(event: StepEvent) -> float:
@@ -78,6 +78,8 @@ class _Curves:
     places: Sequence[Place]
     """The x of an event, for each run."""
     x_label: str
+    counts: bool = True
+    """Whether x is a whole number."""
 
     def panels(self) -> list[Panel]:
         names = dict.fromkeys(name for run in self.runs for name in metric_names(run.record))
@@ -102,14 +104,15 @@ class _Curves:
             curves.append(PanelCurve(run.label, decimate(points), "line", color))
         texts = (unit, "running mean" if is_smooth else "")
         shown_unit = ", ".join(text for text in texts if text)
-        return Panel(title, tuple(curves), shown_unit, self.x_label, from_zero=bool(unit))
+        return Panel(title, tuple(curves), shown_unit, self.x_label, self.counts, bool(unit))
 
     def _validation_panel(self, name: str) -> Panel:
         curves = []
         for color, (run, place) in enumerate(zip(self.runs, self.places, strict=True)):
             points = _points(_scores(run.record.evaluations, name), place)
             curves.append(PanelCurve(run.label, decimate(points, MAX_DOTS), "dots", color))
-        return Panel(f"Validation {name.replace('_', ' ')}", tuple(curves), x_label=self.x_label)
+        title = f"Validation {name.replace('_', ' ')}"
+        return Panel(title, tuple(curves), x_label=self.x_label, counts=self.counts)
 
     def _throughput_panel(self) -> Panel:
         """Return units (tokens) per second if a sample has several, else samples per second."""

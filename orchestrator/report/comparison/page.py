@@ -12,12 +12,13 @@ from orchestrator.report.comparison.differences import Difference, environment
 from orchestrator.report.comparison.figures import Figure
 from orchestrator.report.comparison.verdicts import Outcome
 from orchestrator.report.draw.markup import esc, header_cells, table
+from orchestrator.report.draw.page_plot import keys_row
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run.figures.stats import plural
 from orchestrator.report.run.figures.timeline import TimelineRow, timeline_rows
 from orchestrator.report.run.page import document
-from orchestrator.report.run.sections import TONES, charts, heading, with_code
-from orchestrator.report.run.svg import curve_key
+from orchestrator.report.run.panel_plot import curve_key
+from orchestrator.report.run.sections import TONES, badge, charts, heading, page_head, with_code
 
 PAGE = "comparison.html"
 DATA = "comparison.json"
@@ -63,12 +64,9 @@ def _header(comparison: Comparison) -> str:
     differing = {difference.name for difference in comparison.environment}
     facts = {"task": first.record.fact("task"), "runs": len(comparison.runs)}
     facts |= {name: value for name, value in environment(first).items() if name not in differing}
-    shown = [
-        (name, facts[name]) for name in ("task", "runs", "device", "workers", "torch") if facts.get(name)
-    ]
-    cells = "".join(f"<div><span>{name}</span>{esc(value)}</div>" for name, value in shown)
-    title = f"<h1>Comparison of {plural(len(comparison.runs), 'run', 'runs')}</h1>"
-    return f'<header>{title}<div class="facts">{cells}</div></header>'
+    names = ("task", "runs", "device", "workers", "torch")
+    known = {name: facts[name] for name in names if facts.get(name)}
+    return page_head(f"<h1>Comparison of {plural(len(comparison.runs), 'run', 'runs')}</h1>", known)
 
 
 def _first_card(comparison: Comparison) -> str:
@@ -90,8 +88,8 @@ def _verdicts(comparison: Comparison) -> str:
         return ""
     rows = ""
     for verdict in comparison.verdicts:
-        badge = f'<span class="badge t-{OUTCOME_TONES[verdict.outcome]}">{verdict.outcome}</span>'
-        rows += _row(verdict.figure, f"<td>{badge}</td><td>{esc(verdict.text)}</td>")
+        outcome = badge(OUTCOME_TONES[verdict.outcome], verdict.outcome)
+        rows += _row(verdict.figure, f"<td>{outcome}</td><td>{esc(verdict.text)}</td>")
     head = header_cells("figure", "verdict", "because")
     return heading("Verdicts") + _card(table("Verdicts", head, rows))
 
@@ -119,7 +117,7 @@ def _row(name: str, cells: str) -> str:
 
 def _run_heads(comparison: Comparison) -> str:
     """Return a header for each run, with the colour of its curves."""
-    keys = [curve_key(run.label, place) for place, run in enumerate(comparison.runs)]
+    keys = [keys_row([curve_key(run.label, place)]) for place, run in enumerate(comparison.runs)]
     return header_cells("") + "".join(f'<th scope="col">{key}</th>' for key in keys)
 
 

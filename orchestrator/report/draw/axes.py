@@ -51,15 +51,20 @@ def value_axis(values: Iterable[float], from_zero: bool = False, top: float | No
     low = min(values)
     high = max(values)
     if low > 0 and not from_zero and high / low > LOG_RATIO:
-        low = max(low, high / LOG_RANGE) / 1.2
-        high = high * 1.2
-        return Axis(low, high, True, _log_ticks(low, high))
+        return log_axis(values)
     if from_zero:
         low = min(0.0, low)
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     high = top if top is not None and high <= top else high + margin
     low = low if from_zero and low == 0 else low - margin
     return Axis(low, high, False, ticks(low, high, 6))
+
+
+def log_axis(values: Sequence[float]) -> Axis:
+    """Return a logarithmic axis of positive values, with a margin above and below."""
+    low = max(min(values), max(values) / LOG_RANGE) / 1.2
+    high = max(values) * 1.2
+    return Axis(low, high, True, _log_ticks(low, high))
 
 
 def step_axis(values: Iterable[float], bars: bool = False, max_labels: int = 7) -> Axis:

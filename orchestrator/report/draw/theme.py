@@ -6,9 +6,11 @@ the slider and the filters and sorting of tables are missing.
 
 from __future__ import annotations
 
+import re
+
 CSS = """
 :root { color-scheme: light dark;
-  --bg: #f6f7f9; --card: #fff; --ink: #1b2129; --soft: #414b57; --muted: #5d6773; --line: #e3e6ea; --fill: #eef0f3;
+  --bg: #f6f7f9; --card: #ffffff; --ink: #1b2129; --soft: #414b57; --muted: #5d6773; --line: #e3e6ea; --fill: #eef0f3;
   --c0: #3b5bdb; --c1: #e8590c; --c2: #0c8599; --c3: #9c36b5; --c4: #2f9e44; --c5: #54677a;
   --good: #1d6b30; --bad: #c92a2a; --warn: #9a4a00; --cold: #2b6cb0; --warm: #d9480f;
   --shadow: 0 1px 2px rgb(20 30 50 / 5%), 0 4px 14px rgb(20 30 50 / 4%); }
@@ -61,27 +63,27 @@ figcaption { display: flex; flex-wrap: wrap; gap: 0 14px; align-items: baseline;
 figcaption .unit, figcaption .key { font-size: 12.5px; font-weight: 400; color: var(--muted); }
 figcaption .unit { margin-left: -8px; }
 .key::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 3px; background: var(--c); }
-.key.dash1::before { background: repeating-linear-gradient(90deg, var(--c) 0 4px, transparent 4px 6px); }
-.key.dash2::before { background: repeating-linear-gradient(90deg, var(--c) 0 2px, transparent 2px 4px); }
+.key.dashed::before { width: 22px; height: 3px; border-radius: 0; vertical-align: middle;
+  background: repeating-linear-gradient(90deg, var(--c) 0 var(--on), transparent var(--on) var(--off)); }
 .keys { margin-left: auto; display: flex; flex-wrap: wrap; gap: 0 12px; }
-.plot { position: relative; height: 180px; margin: 10px 4px 24px 44px; touch-action: pan-y; }
-.plot svg { display: block; width: 100%; height: 100%; overflow: visible; }
+.plot { --left: min(var(--margin), 26vw); position: relative; height: var(--height); margin: 10px 4px 24px var(--left); touch-action: pan-y; }
+.plot.named { margin-top: 28px; } .plot :is(.cells, .hatch) { position: absolute; background: var(--fill); image-rendering: pixelated; }
+.plot .hatch { background: repeating-linear-gradient(45deg, var(--fill) 0 5px, var(--card) 5px 9px); }
+.plot svg { position: relative; display: block; width: 100%; height: 100%; overflow: visible; }
 .plot span { position: absolute; color: var(--muted); font-size: 11.5px; line-height: 1; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
-.plot .y { right: calc(100% + 8px); transform: translateY(50%); }
-.plot .x { top: calc(100% + 8px); transform: translateX(-50%); }
-.plot .axis { top: calc(100% + 8px); left: -44px; }
+.plot :is(.x, .y) { overflow: hidden; padding: 1px 0; text-overflow: ellipsis; }
+.plot .y { right: calc(100% + 8px); max-width: calc(var(--left) - 8px); transform: translateY(50%); }
+.plot .x { top: calc(100% + 7px); transform: translateX(-50%); }
+.plot .axis { top: calc(100% + 8px); left: calc(-1 * var(--left)); }
+.plot .y-name { left: calc(-1 * var(--left)); bottom: calc(100% + 8px); }
+.plot .text { overflow: hidden; padding: 1px 0; color: var(--ink); text-overflow: clip; pointer-events: none; }
+.plot .tag { max-width: 100px; padding: 1px 3px; border-radius: 3px; text-overflow: ellipsis;
+  background: color-mix(in srgb, var(--card) 84%, transparent); }
 svg * { vector-effect: non-scaling-stroke; fill: none; stroke-linejoin: round; stroke-linecap: round; }
 svg .gridline { stroke: var(--line); stroke-width: 1; stroke-linecap: butt; }
-svg .line { stroke: var(--c); stroke-width: 2; }
-svg .raw { stroke: var(--c); stroke-width: 1; opacity: .28; }
-svg .thin { stroke: var(--c); stroke-width: 1.4; }
-svg .dash1 { stroke-dasharray: 8 5; stroke-linecap: butt; } svg .dash2 { stroke-dasharray: 2 4; stroke-linecap: butt; }
-svg .dots { stroke: var(--c); stroke-width: 6.5; }
-svg .bars { fill: var(--c); }
-svg .mark { stroke: var(--muted); stroke-width: 1; stroke-dasharray: 3 4; }
-svg .weights { stroke: var(--c); stroke-width: 1.6; }
-svg .broken { stroke: var(--bad); stroke-width: 1.5; stroke-linecap: butt; }
+svg .reach { stroke: transparent; stroke-width: 7; pointer-events: stroke; }
+svg g:hover > path:first-child { stroke-width: 3 !important; }
 .cursor { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--muted); pointer-events: none; }
 .tip { position: absolute; z-index: 2; top: 4px; padding: 6px 10px; border-radius: 8px; background: var(--ink); color: var(--bg);
   font-size: 12px; line-height: 1.45; white-space: pre; pointer-events: none; font-variant-numeric: tabular-nums; }
@@ -94,29 +96,9 @@ svg .broken { stroke: var(--bad); stroke-width: 1.5; stroke-linecap: butt; }
 .bar i:last-child { border-radius: 0 6px 6px 0; }
 .bar > :last-child { text-align: right; font-variant-numeric: tabular-nums; }
 .pairs .bar { margin: 0 0 8px; } .pairs .bar:nth-of-type(odd) { margin: 0; } .pairs .stack { height: 12px; }
-.heat img { display: block; width: 100%; border-radius: 4px; background: var(--fill); image-rendering: pixelated; }
-.gaps { width: 100%; border-radius: 4px; background: repeating-linear-gradient(45deg, var(--fill) 0 4px, var(--card) 4px 8px); }
-.heat .ends { display: flex; justify-content: space-between; margin-top: 5px; color: var(--muted); font-size: 11.5px; }
-.hosts { display: grid; grid-template-columns: max-content minmax(0, 5fr) minmax(0, 3fr) max-content; gap: 7px 14px; align-items: center;
-  margin: 8px 0 4px; font-size: 13px; }
-.hosts > span { white-space: nowrap; font-variant-numeric: tabular-nums; }
-.hosts > span small { margin-left: 6px; color: var(--muted); font-size: 11.5px; }
-.hosts .end { color: var(--muted); font-size: 11.5px; display: flex; justify-content: space-between; }
-.segments { display: flex; gap: 1px; height: 24px; }
-.segments i { min-width: 0; overflow: hidden; border-radius: 3px; font-size: 11.5px; font-style: normal; line-height: 24px;
-  text-align: center; background: color-mix(in srgb, var(--to, var(--fill)) var(--much, 0%), var(--fill)); }
-.segments em { color: var(--muted); font-size: 12px; font-style: normal; line-height: 24px; }
-.segments img { display: block; width: 100%; border-radius: 4px; background: var(--fill); image-rendering: pixelated; }
-.load { position: relative; height: 24px; padding-top: 2px; }
-.load i { display: block; height: 13px; border-radius: 0 3px 3px 0; background: var(--c0); }
-.load i.over { background: var(--warm); }
-.load b { display: block; height: 5px; margin-top: 2px; border-radius: 0 3px 3px 0; background: var(--c5); opacity: .45; }
-.load::after { content: ""; position: absolute; top: -4px; bottom: -4px; left: var(--mean); border-left: 1px dashed var(--ink); }
 .remark { margin-top: 12px; color: var(--muted); font-size: 12.5px; }
-.scale { display: flex; align-items: center; gap: 10px; margin-top: 12px; color: var(--muted); font-size: 12.5px; }
-.scale i { width: 180px; height: 9px; border-radius: 5px; background: linear-gradient(90deg, var(--cold), var(--fill), var(--warm)); }
-.scale.half i { background: linear-gradient(90deg, color-mix(in srgb, var(--cold) 50%, var(--fill)), var(--fill),
-  color-mix(in srgb, var(--warm) 50%, var(--fill))); }
+.scale { max-width: 460px; margin: 12px 0; color: var(--muted); font-size: 12.5px; }
+.scale .plot { margin: 6px 40px 26px; }
 details.card { margin-top: 14px; padding: 0; }
 summary { padding: 15px 20px; cursor: pointer; font-weight: 600; list-style-position: inside; }
 summary small { margin-left: 6px; color: var(--muted); font-size: 13px; font-weight: 400; }
@@ -147,20 +129,6 @@ th[aria-sort=descending] button::after { content: " ▼"; }
 .end-of { color: var(--tone); font-weight: 600; }
 .command { display: block; margin: 6px 0 14px; padding: 10px 14px; border-radius: 8px; white-space: pre-wrap; }
 .unbroken { white-space: nowrap; } .command:last-child { margin-bottom: 0; }
-.cells { table-layout: fixed; margin-top: 8px; }
-.cells th { padding: 6px 8px; text-align: center; white-space: normal; overflow-wrap: anywhere; }
-.cells tbody th { text-align: right; }
-.cells td, .cells td:nth-child(2) { min-width: 0; padding: 11px 4px; border: 2px solid var(--card); border-radius: 5px; text-align: center;
-  white-space: nowrap; font-variant-numeric: tabular-nums; background: color-mix(in srgb, var(--c0) var(--much), var(--fill)); }
-.cells td.best { box-shadow: inset 0 0 0 2.5px var(--c1); }
-.cells td.none { color: var(--muted); font-size: 12.5px;
-  background: repeating-linear-gradient(45deg, var(--fill) 0 5px, var(--card) 5px 9px); }
-.cells td.empty { background: var(--fill); }
-.plot.parallel { height: 330px; margin: 16px 56px 30px 104px; }
-.plot .tag { max-width: 100px; overflow: hidden; text-overflow: ellipsis; padding: 1px 3px; border-radius: 3px; color: var(--soft);
-  background: color-mix(in srgb, var(--card) 84%, transparent); transform: translate(-6px, 50%); pointer-events: none; }
-.plot.parallel .x { color: var(--ink); font-size: 12.5px; }
-svg .thin:hover { stroke-width: 3; }
 .filter { display: none; width: calc(100% - 40px); margin: 0 20px 14px; padding: 8px 12px; border: 1px solid var(--line);
   border-radius: 8px; background: var(--bg); color: inherit; font: inherit; font-size: 14px; }
 .live .filter { display: block; }
@@ -169,17 +137,9 @@ svg .thin:hover { stroke-width: 3; }
 .when output { min-width: 210px; font-size: 14px; font-variant-numeric: tabular-nums; text-align: right; }
 .frame { display: none; } .frame.now { display: inline; }
 .experts { display: block; width: 100%; max-height: 420px; } .experts * { vector-effect: none; }
-.experts.line { display: inline-block; width: 28px; height: 8px; margin-right: 6px; vertical-align: middle; }
-.experts text { fill: var(--card); text-anchor: middle; dominant-baseline: central; pointer-events: none; }
-.experts circle { fill: var(--c); } .experts .ground { fill: var(--card); } .experts .slice { fill: none; stroke: var(--c); }
-.experts .slice, .experts .lived { stroke-linecap: butt; } .experts .life, .experts .lived { fill: none; }
-.experts .life { stroke: var(--line); } .experts .lived { stroke: var(--soft); }
-.experts .warming { fill-opacity: .45; } .experts .warming .slice { stroke-opacity: .45; } .experts .warming text { fill: var(--ink); }
-.experts .coactivation { stroke: var(--muted); } .experts .similarity { stroke: var(--c3); stroke-dasharray: .1 3.4; }
-.experts .parentage { stroke: var(--soft); stroke-dasharray: 5 4; stroke-linecap: butt; }
-.experts .reach { stroke: transparent; stroke-width: 7; pointer-events: stroke; }
-.experts g:hover > .coactivation, .experts g:hover > .similarity, .experts g:hover > .parentage { stroke: var(--c0); }
-.experts .ghost circle { fill: var(--card); stroke: var(--muted); stroke-width: .7; stroke-dasharray: 2 2; } .experts .ghost text { fill: var(--muted); }
+.experts text { text-anchor: middle; dominant-baseline: central; pointer-events: none; }
+.experts .reach { stroke-width: 30; }
+.experts g:hover > path:first-child { stroke: var(--c0) !important; stroke-width: 13 !important; }
 .graph-key { margin-top: 12px; } .graphs + .changes { margin-top: 14px; }
 .changes { max-height: 460px; overflow-y: auto; } .changes small { display: block; color: var(--muted); font-size: 13px; }
 .times { margin: 0; padding: 6px 20px; list-style: none; }
@@ -198,25 +158,26 @@ footer { margin-top: 44px; color: var(--muted); font-size: 13px; overflow-wrap: 
   .times li { grid-template-columns: 72px 1fr; gap: 0 12px; }
   th, td, summary { padding-left: 14px; padding-right: 14px; } td:first-child { white-space: normal; }
   .bar { grid-template-columns: 76px 1fr 72px; }
-  .hosts { gap: 5px 10px; grid-template-columns: max-content minmax(0, 1fr) max-content; grid-auto-flow: dense; }
-  .hosts .segments, .hosts .end { grid-column: 1 / -1; } .hosts .segments { margin-bottom: 6px; }
 }
 @media print {
   .changes { max-height: none; }
   :root { color-scheme: light; } body { background: #fff; font-size: 12px; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   main { max-width: none; padding: 0; } .card { box-shadow: none; break-inside: avoid; } details.card { break-inside: auto; }
-  tr, li, figure { break-inside: avoid; } h2 { break-after: avoid; } .live .filter { display: none; } .plot { height: 150px; }
+  tr, li, figure { break-inside: avoid; } h2 { break-after: avoid; } .live .filter { display: none; }
 }
 """
+
+LIGHT = dict(re.findall(r"--(\w+): (#\w{6});", CSS.partition("@media")[0]))
+"""The colours of the light page by name."""
 
 JS = """
 'use strict';
 document.documentElement.classList.add('live');
 const short = v => v && Math.abs(v) < 1e-3 ? v.toExponential(2) : v.toLocaleString('en', {maximumSignificantDigits: 4});
 for (const plot of document.querySelectorAll('.plot')) {
-  const {x0, x1, y0, y1, log, axis, counts} = plot.dataset, span = x1 - x0;
-  const value = y => log ? y0 * Math.pow(y1 / y0, y) : +y0 + y * (y1 - y0);
+  const {x, y, x_is_log, y_is_log, is_count, name} = JSON.parse(plot.dataset.scale || '{}');
+  const along = (ends, log, at) => log ? ends[0] * Math.pow(ends[1] / ends[0], at) : ends[0] + at * (ends[1] - ends[0]);
   const lines = [...plot.querySelectorAll('[data-label]')].map(line => ({label: line.dataset.label,
     points: line.dataset.at.split(' ').map(pair => pair.split(',').map(Number))}));
   const cursor = document.createElement('div'), tip = document.createElement('div');
@@ -226,14 +187,15 @@ for (const plot of document.querySelectorAll('.plot')) {
     const box = plot.getBoundingClientRect(), here = (event.clientX - box.left) / box.width * 1000;
     if (!lines.length || here < 0 || here > 1000) return;
     const near = lines.map(line => line.points.reduce((a, b) => Math.abs(b[0] - here) < Math.abs(a[0] - here) ? b : a));
-    const x = near.reduce((a, b) => Math.abs(b[0] - here) < Math.abs(a[0] - here) ? b : a)[0];
-    cursor.hidden = tip.hidden = false; cursor.style.left = x / 10 + '%';
-    const place = at => +x0 + at / 1000 * span, apart = i => Math.abs(near[i][0] - x) > 15;
-    const step = at => counts ? Math.round(place(at)) : short(place(at));
-    tip.textContent = [axis + ' ' + step(x), ...lines.map((line, i) => line.label + '  ' + short(value(1 - near[i][1] / 1000)) +
+    const hit = near.reduce((a, b) => Math.abs(b[0] - here) < Math.abs(a[0] - here) ? b : a)[0];
+    cursor.hidden = tip.hidden = false; cursor.style.left = hit / 10 + '%';
+    const place = at => along(x, x_is_log, at / 1000), apart = i => Math.abs(near[i][0] - hit) > 15;
+    const step = at => is_count ? Math.round(place(at)) : short(place(at));
+    const value = at => short(along(y, y_is_log, 1 - at / 1000));
+    tip.textContent = [name + ' ' + step(hit), ...lines.map((line, i) => line.label + '  ' + value(near[i][1]) +
       (apart(i) ? '  (at ' + step(near[i][0]) + ')' : ''))].join('\\n');
-    const right = x > 400; tip.style.left = right ? 'auto' : 'calc(' + x / 10 + '% + 10px)';
-    tip.style.right = right ? 'calc(' + (100 - x / 10) + '% + 10px)' : 'auto';
+    const right = hit > 400; tip.style.left = right ? 'auto' : 'calc(' + hit / 10 + '% + 10px)';
+    tip.style.right = right ? 'calc(' + (100 - hit / 10) + '% + 10px)' : 'auto';
   });
 }
 for (const part of document.querySelectorAll('.graphs')) {

@@ -1,157 +1,136 @@
-"""Image files of the graph of the experts: one for each epoch."""
+"""Drawings of the graph of the experts, for the page and the image file of each epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
 
-from orchestrator.report.draw.mpl import COLORS, INK, LINE, MUTED, new_figure, style_axes
+from orchestrator.report.draw.marks import (
+    CARD,
+    INK,
+    LINE,
+    MUTED,
+    Color,
+    Disc,
+    Group,
+    Key,
+    Mark,
+    Path,
+    Picture,
+    Plot,
+    Point,
+    Text,
+    series_color,
+)
 from orchestrator.report.graph.view import Edge, EdgeKind, Ghost, GraphView, LayerView, Node
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Wedge
-
 MAX_COLUMNS = 3
-MARGIN = 1.15
-"""Half the width of a drawing."""
-RING_GAP = 0.12
-RING_WIDTH = 0.16
-"""Of the ring around an expert, as parts of its radius."""
-MIN_LABEL_RADIUS = 0.045
+SIDES_PX = {1: 580, 2: 430}
+SIDE_PX = 270
+"""Of a layer in the image file, by the number of columns."""
+REACH = 1.15
+"""Half the width of a plot, in the units of a view."""
+RING = (1.28, 1.12)
+"""Outer and inner radius of the ring around an expert, by its radius."""
+MIN_LABEL_RADIUS = 0.02
 """Smaller nodes have no label."""
-MAX_LINE_WIDTH = 3.6
+MAX_LABEL_SIZE = 0.045
+MAX_EDGE_WIDTH = 13.0
 MAX_HOSTS_LISTED = 8
-EDGE_LOOKS: dict[EdgeKind, dict[str, Any]] = {
-    "coactivation": {"edgecolor": INK, "linestyle": "-", "alpha": 0.55},
-    "similarity": {"edgecolor": COLORS[3], "linestyle": (0, (1, 2)), "alpha": 0.8},
-    "parentage": {"edgecolor": MUTED, "linestyle": (0, (5, 3)), "alpha": 0.9},
-}
-EDGE_NAMES: dict[EdgeKind, str] = {
-    "coactivation": "chosen together",
-    "similarity": "alike",
-    "parentage": "descends from",
+WARMING_SHARE = 0.45
+EDGE_LOOKS: dict[EdgeKind, Key] = {
+    "coactivation": Key("chosen together", MUTED),
+    "similarity": Key("alike", Color("c3"), dash=(7.0, 9.0)),
+    "parentage": Key("descends from", Color("soft"), dash=(22.0, 17.0)),
 }
 
 
-def graph_figure(view: GraphView, name: str) -> Figure:
-    """Draw a graph: the shown layers beside each other, and a legend below."""
+def graph_picture(view: GraphView, name: str) -> Picture:
+    """Return a graph: the shown layers beside each other, and a legend below."""
     num_columns = min(MAX_COLUMNS, len(view.layers))
-    num_rows = -(-len(view.layers) // num_columns)
-    side_in = {1: 6.4, 2: 4.9}.get(num_columns, 3.3)
     title = f"Experts of {name}, epoch {view.epoch}, step {view.step}"
     if len(view.layers) < view.num_layers:
         title += f" ({len(view.layers)} of {view.num_layers} layers)"
-    figure = new_figure(side_in * num_rows + 1.1, title)
-    grid = figure.subplots(num_rows, num_columns, squeeze=False)
-    for axes in grid.flat:
-        axes.set_visible(False)
-    for axes, layer in zip(grid.flat, view.layers, strict=False):
-        if layer is not None:
-            axes.set_visible(True)
-            _draw_layer(axes, layer)
-    _draw_legend(figure, view)
-    return figure
+    height = SIDES_PX.get(num_columns, SIDE_PX)
+    plots = [None if layer is None else _layer_plot(layer, height) for layer in view.layers]
+    keys = (*graph_keys([view]), Key("ring: time lived"), Key("area: use"))
+    return Picture(title, plots, num_columns, keys)
 
 
-def _draw_layer(axes: Axes, layer: LayerView) -> None:
-    count = len(layer.nodes)
-    style_axes(axes, f"Layer {layer.layer}  {layer.name}".strip(), f"{count} experts")
-    axes.grid(False)
-    axes.spines["bottom"].set_visible(False)
-    axes.set(xlim=(-MARGIN, MARGIN), ylim=(MARGIN, -MARGIN), aspect="equal", xticks=[], yticks=[])
-    for kind in EDGE_NAMES:
-        _draw_edges(axes, kind, [edge for edge in layer.edges if edge.kind == kind])
-    _draw_ghosts(axes, layer.ghosts)
-    _draw_nodes(axes, layer.nodes)
-    for node in layer.nodes:
-        if node.radius >= MIN_LABEL_RADIUS:
-            ink = INK if node.expert.warming else "white"
-            _label(axes, node.place, str(node.expert.id), color=ink, fontsize=min(12.0, 75 * node.radius))
+def graph_keys(views: Sequence[GraphView]) -> list[Key]:
+    """Return the legend of the hosts and the edges in some views."""
+    hosts = sorted({host for view in views for host in view.hosts})
+    keys = [Key(f"host {host}", series_color(host)) for host in hosts[:MAX_HOSTS_LISTED]]
+    if len(hosts) > MAX_HOSTS_LISTED:
+        keys.append(Key(f"and {len(hosts) - MAX_HOSTS_LISTED} more hosts"))
+    kinds = {edge.kind for view in views for layer in view.layers if layer for edge in layer.edges}
+    return keys + [key for kind, key in EDGE_LOOKS.items() if kind in kinds]
 
 
-def _draw_edges(axes: Axes, kind: EdgeKind, edges: Sequence[Edge]) -> None:
-    from matplotlib.collections import PathCollection
-    from matplotlib.path import Path
+def layer_marks(layer: LayerView) -> list[Mark]:
+    return [*map(_edge, layer.edges), *map(_ghost, layer.ghosts), *map(_node, layer.nodes)]
 
-    codes = [Path.MOVETO, Path.CURVE3, Path.CURVE3]
-    curves = [Path([edge.start, edge.bend, edge.end], codes) for edge in edges]
-    widths = [MAX_LINE_WIDTH * edge.width for edge in edges]
-    axes.add_collection(
-        PathCollection(curves, facecolor="none", linewidths=widths, zorder=1, **EDGE_LOOKS[kind]),
-        autolim=False,
+
+def _layer_plot(layer: LayerView, height: int) -> Plot:
+    title = f"Layer {layer.layer}  {layer.name}".strip()
+    marks = tuple(layer_marks(layer))
+    count = f"{len(layer.nodes)} experts"
+    return Plot(title, marks, "graph of the experts", unit=count, height=height, is_square=True)
+
+
+def _edge(edge: Edge) -> Group:
+    look = EDGE_LOOKS[edge.kind]
+    start, bend, end = map(_place, (edge.start, edge.bend, edge.end))
+    curve = Path(
+        (("M", (start,)), ("Q", (bend, end))),
+        look.color,
+        width=MAX_EDGE_WIDTH * edge.width,
+        dash=look.dash,
     )
+    return Group((curve,), edge.text)
 
 
-def _draw_ghosts(axes: Axes, ghosts: Sequence[Ghost]) -> None:
-    from matplotlib.patches import Circle
-
-    for ghost in ghosts:
-        look: dict[str, Any] = {"facecolor": "white", "edgecolor": MUTED, "linestyle": ":", "zorder": 2}
-        axes.add_patch(Circle(ghost.place, ghost.radius, **look))
-        if ghost.radius >= MIN_LABEL_RADIUS:
-            _label(axes, ghost.place, str(ghost.id), color=MUTED, fontsize=7)
+def _ghost(ghost: Ghost) -> Group:
+    center = _place(ghost.place)
+    radius = _length(ghost.radius)
+    marks = (Disc(center, radius, CARD), Disc(center, radius, MUTED, hole=0.94 * radius))
+    label = _label(center, radius, ghost.id, MUTED)
+    return Group((*marks, *label), f"expert {ghost.id} is gone since the graph before")
 
 
-def _draw_nodes(axes: Axes, nodes: Sequence[Node]) -> None:
-    """Draw discs and rings as one collection: a patch each would take seconds with many experts."""
-    from matplotlib.collections import PatchCollection
-    from matplotlib.patches import Wedge
-
-    shapes: list[tuple[Wedge, Any]] = []
-    for node in nodes:
-        outer = node.radius * (1 + RING_GAP + RING_WIDTH)
-        width = node.radius * RING_WIDTH
-        shapes.append((Wedge(node.place, outer, 0, 360), "white"))
-        shapes += _slices(node)
-        shapes.append((Wedge(node.place, outer, 0, 360, width=width), LINE))
-        # From the top on, clockwise: the y axis points down.
-        shapes.append((Wedge(node.place, outer, -90, -90 + 360 * node.ring, width=width), INK))
-    colors = [color for _, color in shapes]
-    wedges = [wedge for wedge, _ in shapes]
-    axes.add_collection(PatchCollection(wedges, facecolors=colors, linewidths=0, zorder=3), autolim=False)
-
-
-def _slices(node: Node) -> list[tuple[Wedge, Any]]:
-    """Return a slice for each copy, in the colour of its host; pale during the warm-up."""
-    from matplotlib.patches import Wedge
-
-    hosts = node.expert.hosts or (0,)
-    alpha = 0.45 if node.expert.warming else 1.0
-    ends = [-90 + 360 * index / len(hosts) for index in range(len(hosts) + 1)]
-    return [
-        (Wedge(node.place, node.radius, begin, end), (COLORS[host % len(COLORS)], alpha))
-        for host, begin, end in zip(hosts, ends, ends[1:], strict=False)
+def _node(node: Node) -> Group:
+    center = _place(node.place)
+    radius = _length(node.radius)
+    outer, inner = (factor * radius for factor in RING)
+    marks = [
+        Disc(center, outer, CARD),
+        *_slices(node, center, radius),
+        Disc(center, outer, LINE, hole=inner),
+        Disc(center, outer, Color("soft"), end=node.ring, hole=inner),
     ]
+    label = _label(center, radius, node.expert.id, INK if node.expert.warming else CARD)
+    return Group((*marks, *label), node.text)
 
 
-def _label(axes: Axes, place: tuple[float, float], text: str, **look: Any) -> None:
-    label = axes.text(*place, text, ha="center", va="center", zorder=4, **look)
-    # The layout of the figure need not measure every label.
-    label.set_in_layout(False)
+def _slices(node: Node, center: Point, radius: float) -> Iterable[Disc]:
+    """Return the disc of an expert, with a slice for each copy in the colour of its host; pale during the
+    warm-up."""
+    hosts = node.expert.hosts or (0,)
+    share = WARMING_SHARE if node.expert.warming else 1.0
+    for index, host in enumerate(hosts):
+        ends = (index / len(hosts), (index + 1) / len(hosts))
+        yield Disc(center, radius, series_color(host, share), *ends)
 
 
-def _draw_legend(figure: Figure, view: GraphView) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    hosts = sorted(view.hosts)
-    shown = hosts[:MAX_HOSTS_LISTED]
-    handles: list[Any] = [Patch(color=COLORS[host % len(COLORS)], label=f"host {host}") for host in shown]
-    if len(hosts) > len(shown):
-        handles.append(Patch(alpha=0, label=f"and {len(hosts) - len(shown)} more"))
-    for kind in _kinds(layer for layer in view.layers if layer is not None):
-        look = EDGE_LOOKS[kind]
-        line = Line2D([], [], color=look["edgecolor"], linestyle=look["linestyle"], label=EDGE_NAMES[kind])
-        handles.append(line)
-    ring: dict[str, Any] = {"marker": "o", "markerfacecolor": "none", "markeredgewidth": 2.0, "linestyle": ""}
-    handles.append(Line2D([], [], color=INK, label="ring: time lived", **ring))
-    handles.append(Patch(alpha=0, label="area: use"))
-    look: dict[str, Any] = {"fontsize": 8, "frameon": False, "labelcolor": MUTED}
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 9), **look)
+def _label(center: Point, radius: float, expert: int, color: Color) -> tuple[Text, ...]:
+    if radius < MIN_LABEL_RADIUS:
+        return ()
+    return (Text(center, str(expert), color=color, size=min(MAX_LABEL_SIZE, radius)),)
 
 
-def _kinds(layers: Iterable[LayerView]) -> list[EdgeKind]:
-    drawn = {edge.kind for layer in layers for edge in layer.edges}
-    return [kind for kind in EDGE_NAMES if kind in drawn]
+def _place(point: Point) -> Point:
+    """Return the place in a plot: the y axis of a view points down."""
+    return (0.5 + _length(point[0]), 0.5 - _length(point[1]))
+
+
+def _length(length: float) -> float:
+    return length / (2 * REACH)

@@ -9,9 +9,9 @@ from typing import Any
 
 from orchestrator.errors import UserError
 from orchestrator.record.events.decoding import measure
+from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.figures.read import RunRecord, entries, read_tree
 from orchestrator.report.run.sections import heading
-from orchestrator.report.run.svg import esc
 
 _RESULTS = "checkpoints/step_*.*.json"
 _MAX_LETTERS = 4000

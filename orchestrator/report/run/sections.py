@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from statistics import fmean
 
 from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Failure
 from orchestrator.report.draw.markup import esc
+from orchestrator.report.draw.page_plot import color_scale, grid, keys_row
+from orchestrator.report.run.bars import labelled_bar, stacked_bar
 from orchestrator.report.run.figures.expert_load import LayerLoad, layer_loads
 from orchestrator.report.run.figures.outcome import compile_text, repeated_text, score_text, status_text
 from orchestrator.report.run.figures.panels import Panel, device_panels, training_panels
@@ -37,7 +40,8 @@ from orchestrator.report.run.findings.finding import Finding
 from orchestrator.report.run.findings.learning import learning_finding
 from orchestrator.report.run.findings.quality_findings import uneven_experts_finding
 from orchestrator.report.run.findings.verdict import verdict
-from orchestrator.report.run.svg import chart, curve_key, heat_image, labelled_bar, stacked_bar
+from orchestrator.report.run.load_plot import load_plot, ratio_key
+from orchestrator.report.run.panel_plot import curve_key, panel_plot
 from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, seconds_text
 
 TONES = {"completed": "good", "stopped": "info", "failed": "bad", UNFINISHED: "warn"}
@@ -67,11 +71,18 @@ def header(record: RunRecord) -> str:
         "took": _duration_text(record),
     }
     known = {name: value for name, value in facts.items() if value not in (None, "")}
-    shown = "".join(f"<div><span>{name}</span>{esc(value)}</div>" for name, value in known.items())
     tone = TONES.get(record.status, "calm")
-    badge = f'<span class="badge t-{tone}">{esc(record.status)}</span>'
-    head = f'<div class="head"><h1>{esc(record.name)}</h1>{badge}</div>'
-    return f'<header>{head}<div class="facts">{shown}</div></header>'
+    return page_head(f"<h1>{esc(record.name)}</h1>{badge(tone, record.status)}", known)
+
+
+def badge(tone: str, text: str) -> str:
+    return f'<span class="badge t-{tone}">{esc(text)}</span>'
+
+
+def page_head(title: str, facts: Mapping[str, object]) -> str:
+    """Return the top of a page from a title that is HTML already."""
+    shown = "".join(f"<div><span>{name}</span>{esc(value)}</div>" for name, value in facts.items())
+    return f'<header><div class="head">{title}</div><div class="facts">{shown}</div></header>'
 
 
 def _duration_text(record: RunRecord) -> str | None:
@@ -211,20 +222,19 @@ def charts(title: str, panels: list[Panel], subtitle: str = "") -> str:
     if not panels:
         return ""
     width = {1: " one", 3: " three"}.get(len(panels), "")
-    return f'{heading(title, subtitle)}<div class="grid{width}">{"".join(map(chart, panels))}</div>'
+    return heading(title, subtitle) + grid(list(map(panel_plot, panels)), width)
 
 
 def experts_section(record: RunRecord) -> str:
     layers = layer_loads(record)
     if not layers:
         return ""
-    width = "three" if len(layers) % 3 == 0 or len(layers) > 4 else ""
+    width = " three" if len(layers) % 3 == 0 or len(layers) > 4 else ""
     if len(layers) == 1:
-        width = "one"
-    cards = "".join(map(_layer_card, layers))
-    scale = '<div class="scale">a quarter of the even share or less<i></i>four times or more</div>'
+        width = " one"
+    scale = color_scale(ratio_key("share of a layer's tokens, against an even share"))
     title = heading("Use of the experts", _experts_subtitle(layers))
-    return f'{title}<div class="grid {width}">{cards}</div>{scale}'
+    return title + grid(list(map(load_plot, layers)), width) + scale
 
 
 def _experts_subtitle(layers: list[LayerLoad]) -> str:
@@ -234,19 +244,6 @@ def _experts_subtitle(layers: list[LayerLoad]) -> str:
         return f"{numbers} at the end; hatched where an expert did not exist"
     even = f", {1 / counts[0]:.1%} of a layer's tokens each when even" if len(counts) == 1 else ""
     return numbers + even
-
-
-def _layer_card(layer: LayerLoad) -> str:
-    recent = layer.recent()
-    spread = f"{min(recent):.2f}× to {max(recent):.2f}× the even share" if recent else ""
-    keys = f'<span class="keys"><span class="unit">{spread}</span></span>'
-    description = f"Layer {layer.layer}: rows are experts, columns time, colour is share of tokens. {spread}"
-    experts = f"expert {layer.ids[0]}–{layer.ids[-1]}, top to bottom"
-    ends = f'<div class="ends"><span>{experts}</span><span>step {layer.steps[-1]}</span></div>'
-    return (
-        f'<figure class="card chart heat"><figcaption>Layer {layer.layer}{keys}</figcaption>'
-        f"{heat_image(layer.ratios, description)}{ends}</figure>"
-    )
 
 
 def time_section(record: RunRecord) -> str:
@@ -313,7 +310,7 @@ def _memory_parts_card(record: RunRecord) -> str:
         if is_measured:
             bars.append(_memory_bar("", f"{label}, measured", part.measured, largest))
     colors = {"estimated": ESTIMATED_COLOR} | ({"measured": MEASURED_COLOR} if is_measured else {})
-    keys = "".join(curve_key(name, color) for name, color in colors.items())
+    keys = keys_row(curve_key(name, color) for name, color in colors.items())
     worker = f"worker {peak.worker}, whose peak is the largest" if peak and peak.worker is not None else ""
     unit = f'<span class="unit">{worker}</span>' if worker else ""
     caption = f'<figcaption>By part {unit}<span class="keys">{keys}</span></figcaption>'
@@ -324,4 +321,4 @@ def _memory_bar(
     label: str, part: str, size: float | None, largest: float, color: int = MEASURED_COLOR
 ) -> str:
     text = bytes_text(size) if size is not None else "–"
-    return labelled_bar(label, [(part, size or 0, color)], largest, text)
+    return labelled_bar(label, part, size or 0, color, largest, text)

@@ -10,12 +10,13 @@ from orchestrator.config.sweep.objective import THROUGHPUT
 from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.report.draw.markup import esc
+from orchestrator.report.draw.page_plot import grid
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run.figures.stats import plural
 from orchestrator.report.run.page import PAGE, document
-from orchestrator.report.run.sections import heading, tile_row, with_unit
-from orchestrator.report.sweep.cards import picture_cards, scaling_charts
+from orchestrator.report.run.sections import Tile, badge, heading, page_head, tile_row, with_unit
 from orchestrator.report.sweep.csv_files import scaling_csv, sweep_csv
+from orchestrator.report.sweep.drawings import heat_drawing, parallel_drawing
 from orchestrator.report.sweep.facts import (
     counts_text,
     edge_text,
@@ -42,6 +43,7 @@ from orchestrator.report.sweep.facts import (
 from orchestrator.report.sweep.markdown import scaling_md
 from orchestrator.report.sweep.plots import draw_pictures
 from orchestrator.report.sweep.scaling import best_series
+from orchestrator.report.sweep.scaling_plots import scaling_plots
 from orchestrator.report.sweep.scaling_text import efficiency_text
 from orchestrator.report.sweep.tables import scaling_tables, trials_table
 from orchestrator.report.sweep.trials import num_devices, predicted_hours, throughput, throughput_interval
@@ -50,8 +52,6 @@ from orchestrator.types import seconds_text, speed_text
 SWEEP_CSV = "sweep.csv"
 SCALING_CSV = "scaling.csv"
 SCALING_MD = "scaling.md"
-Tile = tuple[str, str, str]
-"""Label, value as HTML, and a line below it."""
 
 
 def draw_sweep(folder: Path) -> list[Path]:
@@ -69,14 +69,17 @@ def draw_sweep(folder: Path) -> list[Path]:
 
 def sweep_page(record: SweepRecord) -> str:
     """Return the page as text."""
-    charts = scaling_charts(record)
+    charts = grid(scaling_plots(record))
+    drawings = [
+        drawing for drawing in (heat_drawing(record), parallel_drawing(record)) if drawing is not None
+    ]
     tables = scaling_tables(record)
     body = [
         _header(record),
         _note(record),
         tile_row([*_best_tiles(record), *_scaling_tiles(record), *_cost_tiles(record)]),
         _commands(record),
-        picture_cards(record),
+        heading("What matters") + grid(drawings, " one") if drawings else "",
         heading("Scaling") + charts + tables if charts or tables else "",
         heading("All trials") + trials_table(record) if record.rows else "",
         _footer(record),
@@ -94,15 +97,8 @@ def _header(record: SweepRecord) -> str:
         "trials": f"{trials_text(record)}: {counts_text(record.rows)}",
         "space": space_text(record),
     }
-    shown = "".join(
-        f"<div><span>{name}</span>{esc(one_line(str(value), 400))}</div>"
-        for name, value in facts.items()
-        if value
-    )
-    tone, status = _badge(record)
-    badge = f'<span class="badge t-{tone}">{status}</span>'
-    head = f'<div class="head"><h1>{esc(title(record))}</h1>{badge}</div>'
-    return f'<header>{head}<div class="facts">{shown}</div></header>'
+    known = {name: one_line(str(value), 400) for name, value in facts.items() if value}
+    return page_head(f"<h1>{esc(title(record))}</h1>{badge(*_badge(record))}", known)
 
 
 def _badge(record: SweepRecord) -> tuple[str, str]:

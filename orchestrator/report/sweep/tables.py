@@ -11,8 +11,8 @@ from orchestrator.config.sweep.objective import THROUGHPUT, VALIDATION_LOSS
 from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import STATUSES, SweepRecord, TrialRow
 from orchestrator.report.draw.markup import esc, header_cell, table
+from orchestrator.report.run.bars import PART_COLORS
 from orchestrator.report.run.figures.frames import Frame
-from orchestrator.report.run.svg import PART_COLORS
 from orchestrator.report.sweep.facts import (
     STATUS_WORDS,
     hours_text,

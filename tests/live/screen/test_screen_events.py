@@ -124,14 +124,8 @@ def test_a_recovery_takes_two_lines_and_the_steps_continue() -> None:
     )
     screen(made(start(100, first=35)))
     screen(made({"event": "resume", "step": 35, "path": "checkpoints/step_00000035", "skipped": []}))
-    screen(
-        made(
-            {
-                "event": "placement",
-                "sentence": "6 experts on 3 hosts (as before): slowest host 1.12 of the mean",
-            }
-        )
-    )
+    placement = {"method": "as before", "sentence": "6 experts on 3 hosts (as before)"}
+    screen(made({"event": "placement", **placement}))
     screen(
         made(
             {

@@ -56,7 +56,7 @@ def test_every_run_has_a_look_of_its_own(tmp_path: Path, count: int) -> None:
     run = FakeRun(steps=10, epochs=1)
     folders = [write_named(tmp_path / f"r{number}", replace(run, seed=number)) for number in range(count)]
     text = comparison_page(compare(runs_in(*folders)))
-    looks = set(re.findall(r'<span class="(key(?: dash\d)?)" style="([^"]*)"', text))
+    looks = set(re.findall(r'<span class="(key(?: dashed)?)" style="([^"]*)"', text))
     assert len(looks) == count
 
 

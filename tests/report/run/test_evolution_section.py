@@ -47,7 +47,6 @@ def test_shapes_have_titles_with_figures(tmp_path):
     assert any(re.match(r"expert 2: [\d.]+% of the choices \([\d.]+ times", title) for title in titles)
     assert any("chosen together by" in title for title in titles)
     assert "expert 0 is gone since the graph before" in titles
-    assert text.count('class="slice"') == 2 * 1, "the copied expert, in the last graph only"
 
 
 def test_every_change_has_step_reason_and_effect(tmp_path):

@@ -112,7 +112,7 @@ def test_hostile_content_stays_text_everywhere(tmp_path):
     )
     checker = checked(page(read_run_record(folder)))
     assert checker.tags.count("script") == 1
-    assert checker.tags.count("img") == 4, "one per layer"
+    assert checker.tags.count("img") == 5, "one per layer, and the key of the colours"
 
 
 def poisoned(value: Any) -> Any:

@@ -5,13 +5,9 @@ from dataclasses import replace
 import pytest
 
 from harness.fakes.fake_sweep import EXPERTS, HOSTILE, ONE, SWEEPS, random_points, write_record
-from orchestrator.report.sweep.plots import (
-    MAX_SERIES,
-    draw_pictures,
-    heat_figure,
-    scaling_figure,
-    shown_series,
-)
+from orchestrator.report.sweep.drawings import heat_drawing
+from orchestrator.report.sweep.plots import draw_pictures
+from orchestrator.report.sweep.scaling_plots import scaling_plots
 
 FILES = {
     "mixed": ["scaling.png", "heatmap.png", "parallel_coordinates.png"],
@@ -36,21 +32,19 @@ def test_an_outdated_picture_is_removed(tmp_path) -> None:
     assert not (tmp_path / "scaling.png").exists()
 
 
-def test_the_scaling_picture_shows_both_kinds(tmp_path) -> None:
-    record = write_record(tmp_path, EXPERTS)
-    shown = shown_series(record)
-    assert len(shown) == MAX_SERIES
-    assert {series.kind for series in shown} == {"strong", "weak"}
-    figure = scaling_figure(record)
-    assert figure is not None
-    speed, efficiency = figure.axes
-    styles = {line.get_label(): line.get_linestyle() for line in speed.get_lines()}
-    assert styles["ideal"] in (":", "--")
-    assert len(speed.containers) == len(efficiency.containers) == MAX_SERIES, "each with its error bars"
+def test_the_scaling_is_drawn_for_both_kinds(tmp_path) -> None:
+    plots = scaling_plots(write_record(tmp_path, EXPERTS))
+    assert [plot.title.partition(" ")[0] for plot in plots] == ["Strong", "Strong", "Weak", "Weak"]
+    assert plots[0].scale is not None
+    assert plots[0].scale.x_is_log
+    assert plots[0].scale.y_is_log
+    assert plots[1].scale is not None
+    assert not plots[1].scale.y_is_log, "the efficiency"
+    assert [text for _, text in plots[0].x_ticks] == ["1", "2", "4", "8"]
 
 
 def test_two_hundred_trials_of_six_settings_give_a_heat_map(tmp_path) -> None:
-    assert heat_figure(write_record(tmp_path, points=random_points(200))) is not None
+    assert heat_drawing(write_record(tmp_path, points=random_points(200))) is not None
 
 
 def test_hostile_names_are_not_parsed_as_formulas(tmp_path) -> None:

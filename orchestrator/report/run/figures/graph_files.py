@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from orchestrator.errors import UserError
 from orchestrator.record.experts.expert_graph import graph_of_epochs
 from orchestrator.record.files.event_log import encode_event
-from orchestrator.report.draw.mpl import png
+from orchestrator.report.draw.image import png
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.graph.networks import to_json, to_networkx
-from orchestrator.report.graph.plot import graph_figure
+from orchestrator.report.graph.plot import graph_picture
 from orchestrator.report.graph.view import graph_views, spread
 from orchestrator.report.run.figures.read import RunRecord, read_run_record
 
@@ -37,7 +37,7 @@ def _draw_epochs(record: RunRecord, folder: Path) -> list[Path]:
     ends_of_epochs = list(graph_of_epochs(record.expert_graphs).values())
     views = graph_views(record.expert_graphs, record.expert_changes, spread(ends_of_epochs, MAX_PICTURES))
     return [
-        write_whole(folder / f"knowledge_graph_epoch_{view.epoch}.png", png(graph_figure(view, record.name)))
+        write_whole(folder / f"knowledge_graph_epoch_{view.epoch}.png", png(graph_picture(view, record.name)))
         for view in views
     ]
 

@@ -52,6 +52,8 @@ class Panel:
     unit: str = ""
     x_label: str = "step"
     """step, epoch, or a time with its unit."""
+    counts: bool = True
+    """Whether x is a whole number."""
     from_zero: bool = False
     top: float | None = None
     span: tuple[float, ...] = ()
@@ -67,11 +69,6 @@ class Panel:
         """Whether the title alone does not say what each curve is."""
         has_colors = len({curve.color for curve in self.curves}) > 1
         return has_colors or any(curve.look == "dots" for curve in self.curves)
-
-    @property
-    def counts(self) -> bool:
-        """Whether x is a whole number."""
-        return not self.x_label.startswith("time")
 
     @property
     def has_bars(self) -> bool:

@@ -242,9 +242,9 @@ def flops_per_second(record: RunRecord) -> float | None:
 
 def is_compiled(record: RunRecord) -> bool:
     """Return whether the run was compiled; a compilation without any event succeeded."""
-    statuses = [event.status.lower() for event in record.of(Compile)]
-    if statuses:
-        return not any(word in statuses[-1] for word in ("fail", "fell", "fall", "off", "error", "not"))
+    compiles = record.of(Compile)
+    if compiles:
+        return compiles[-1].status == "compiled"
     choice = section(section(record.plan, "choices"), "compile")
     return choice.get("value") is True or record.setting("device", "compile") in (True, "on")
 
