@@ -35,7 +35,7 @@ slow: $(VENV)/.installed-dev
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.recovery.chaos --plain 5 $(ARGS)
 
-# mutation testing of the numeric core; make mutants ARGS='--count 100 --seed 0 experts/gate.py'
+# mutation testing of the numeric core; make mutants ARGS='--count 100 --seed 0 experts/moe/gate.py'
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.mutation.run $(ARGS)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from experts.balance import update_balance
-from experts.layer import MoELayer
+from experts.moe.layer import MoELayer
 
 
 class Net(nn.Module):

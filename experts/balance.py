@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from experts.layer import MoELayer
-from experts.routed import RoutedExperts
+from experts.moe.layer import MoELayer
+from experts.moe.routed import RoutedExperts
 
 
 def moe_layers(model: nn.Module) -> list[tuple[str, RoutedExperts]]:

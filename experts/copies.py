@@ -14,9 +14,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from experts.bank import ExpertBank
 from experts.copy_costs import PIECE_ELEMENTS
-from experts.routed import RoutedExperts
+from experts.moe.bank import ExpertBank
+from experts.moe.routed import RoutedExperts
 from experts.structure import LayerStructure
 from experts.tokens.exchange import GroupExchange
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.bank import ExpertBank
+from experts.moe.bank import ExpertBank
 
 
 def stacked_names(model: nn.Module) -> dict[str, list[str]]:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.balance import moe_layers
-from experts.bank import MATRICES, ExpertBank
-from experts.context import MoEContext
-from experts.gate import Gate
 from experts.kernels.adapters import is_first_factor
+from experts.moe.bank import MATRICES, ExpertBank
+from experts.moe.context import MoEContext
+from experts.moe.gate import Gate
+from experts.moe.token_dropout import token_dropouts
 from experts.structure import Expert, LayerStructure
-from experts.token_dropout import token_dropouts
 
 
 def mix(*parts: object) -> int:

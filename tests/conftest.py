@@ -29,7 +29,7 @@ settings.load_profile("without deadlines")
 
 _RAY_FILES = (
     "tests/test_documentation.py",
-    "tests/experts/test_actor_host.py",
+    "tests/experts/hosts/test_actor_host.py",
     "tests/runtime/cluster/test_auth_clusters.py",
     "tests/runtime/cluster/test_prestart.py",
     "tests/runtime/data_parallel/test_fit.py",

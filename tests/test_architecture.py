@@ -53,17 +53,14 @@ EXPERTS_LEAVES = {
     "experts.types",
     "experts.structure",
     "experts.copy_costs",
-    "experts.membership",
-    "experts.device_waits",
-    "experts.group",
     "experts.host_copy",
 }
 EXPERTS_LAYERS = (
-    *("kernels", "tokens", "modules", "placement", "rebalance", "evolution", "surgery"),
+    *("hosts", "kernels", "tokens", "moe", "modules", "placement", "rebalance", "evolution", "surgery"),
     "transformers",
 )
 """Sub-packages of ``experts`` from the lowest to the highest; ``modules`` stands for the modules of
-``experts`` itself, which are the MoE layer and its parts."""
+``experts`` itself, which see all MoE layers of a model."""
 
 TORCH_FREE_EXPERTS = (
     "experts.types",
@@ -88,7 +85,7 @@ TORCH_PACKAGES = (
 TORCH_LATE = ("orchestrator.plan.inventory", "orchestrator.plan.checks")
 """Probes of the hardware: they import torch inside functions, so that ``--help`` answers without it."""
 
-RAY_PACKAGES = ("experts.actor_host", "orchestrator.runtime")
+RAY_PACKAGES = ("experts.hosts.actor_host", "orchestrator.runtime")
 RAY_FREE = {
     "orchestrator.runtime.recovery",
     "orchestrator.runtime.failures",
@@ -99,7 +96,11 @@ RAY_FREE = {
 }
 PRIVATE_RAY_HOMES = {"orchestrator.runtime.ray_internals"}
 
-DISTRIBUTED_PACKAGES = ("experts.group", "orchestrator.train.group.world", "orchestrator.train.strategies")
+DISTRIBUTED_PACKAGES = (
+    "experts.hosts.group",
+    "orchestrator.train.group.world",
+    "orchestrator.train.strategies",
+)
 ENVIRONMENT_PACKAGES = ("orchestrator.plan.inventory.hardware", "orchestrator.runtime.cluster")
 
 
@@ -201,14 +202,14 @@ def test_every_import_follows_the_rule(rule: Callable[[Import], bool]) -> None:
         (points_downwards, "orchestrator.runtime.x", "from orchestrator.cli.main import main"),
         (points_downwards, "orchestrator.trainer", "from orchestrator.cli.main import main"),
         (points_downwards, "orchestrator.types", "from orchestrator.config.settings import Config"),
-        (points_downwards_in_experts, "experts.layer", "from experts.placement import placement"),
-        (points_downwards_in_experts, "experts.tokens.x", "from experts.layer import MoELayer"),
+        (points_downwards_in_experts, "experts.moe.layer", "from experts.placement import placement"),
+        (points_downwards_in_experts, "experts.tokens.x", "from experts.moe.layer import MoELayer"),
         (
             points_downwards_in_experts,
             "experts.rebalance.x",
             "from experts.evolution.rules import EvolutionRules",
         ),
-        (keeps_decisions_free_of_torch, "experts.evolution.x", "from experts.layer import MoELayer"),
+        (keeps_decisions_free_of_torch, "experts.evolution.x", "from experts.moe.layer import MoELayer"),
         (leaves_experts_alone, "experts.x", "if TYPE_CHECKING:\n    from orchestrator.types import Choice"),
         (may_import_ray, "orchestrator.train.x", "import ray"),
         (may_import_ray, "orchestrator.runtime.recovery", "from ray.exceptions import RayError"),

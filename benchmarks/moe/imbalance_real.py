@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.gate import Gate
-from experts.layer import MoELayer
 from experts.model import initialise, place, place_structure
+from experts.moe.gate import Gate
+from experts.moe.layer import MoELayer
 from experts.placement.placement import HostFacts
 from experts.rebalance.costs import Cluster
 from experts.rebalance.decisions import layer_imbalance

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from experts.kernels import launching
-from experts.layer import MoELayer
+from experts.moe.layer import MoELayer
 
 WARM_UP = 3
 STEPS = 10

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from experts.context import MoEContext
-from experts.layer import MoELayer
+from experts.moe.context import MoEContext
+from experts.moe.layer import MoELayer
 from experts.tokens.exchange import Meter, PendingRows
 from experts.types import Routing
 

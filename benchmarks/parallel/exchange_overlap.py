@@ -27,8 +27,8 @@ from benchmarks.parallel.kernel_overlap import Overlap, kernels_of
 from benchmarks.steps.whole_step import SMALL, Sizes
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from experts.balance import moe_layers
-from experts.group import GroupFactory
-from experts.membership import GroupMembership
+from experts.hosts.group import GroupFactory
+from experts.hosts.membership import GroupMembership
 from experts.model import place
 from orchestrator.config.settings import Config
 from orchestrator.measure.timed_steps import ignore_events, step_seconds

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.parallel.spmd_layer import EXPERTS, HIDDEN, TOKENS, TOP_K, WIDTH
-from experts.layer import MoELayer
 from experts.model import initialise
+from experts.moe.layer import MoELayer
 from orchestrator.config.settings import Config
 from orchestrator.tasks.task import Loss, Task, TensorData
 

@@ -17,8 +17,8 @@ import ray
 import torch
 from torch import Tensor, nn
 
-from experts.layer import MoELayer
 from experts.model import initialise
+from experts.moe.layer import MoELayer
 from orchestrator.config.settings import Config
 from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.train.loop.loop import Loop

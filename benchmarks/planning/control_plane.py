@@ -200,7 +200,7 @@ def start_up_to(count: int, actors: list[Any]) -> tuple[list[object], float]:
     """
     import ray
 
-    from experts.actor_host import ExpertHost
+    from experts.hosts.actor_host import ExpertHost
 
     bytes_before = own_bytes()
     num_new = count - len(actors)

@@ -134,7 +134,7 @@ def updating_biases(size: Size, generator: random.Random) -> dict[str, Stage]:
     import torch
 
     from experts.balance import update_balance
-    from experts.layer import MoELayer
+    from experts.moe.layer import MoELayer
 
     layer = MoELayer(4, [4] * size.experts, 2, bias_rate=0.001)
     counts_E = torch.tensor([round(1e6 * rows) for rows in zipf(size.experts, generator)])

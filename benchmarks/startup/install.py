@@ -56,7 +56,7 @@ STARTS = (
     _program("orchestrator train --help", "orchestrator"),
     _imports("import torch"),
     _imports("import ray"),
-    _imports("from experts.layer import MoELayer"),
+    _imports("from experts.moe.layer import MoELayer"),
     _imports("from orchestrator import Trainer"),
     _imports("from accelerate import Accelerator", "accelerate"),
     _program("accelerate --help", "accelerate.commands.accelerate_cli", "accelerate"),

@@ -21,8 +21,8 @@ from torch import Tensor
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from experts.balance import moe_layers
 from experts.evolution.rules import EvolutionRules
-from experts.gate import Gate
-from experts.statistics import ExpertStatistics
+from experts.moe.gate import Gate
+from experts.moe.statistics import ExpertStatistics
 from experts.types import Routing
 from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from experts.bank import ExpertBank, without_memory
-from experts.context import MoEContext
 from experts.expert_state import remote_expert_names
-from experts.layer import MoELayer
 from experts.model import attach, place
+from experts.moe.bank import ExpertBank, without_memory
+from experts.moe.context import MoEContext
+from experts.moe.layer import MoELayer
 from experts.tokens.exchange import GroupExchange
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore

@@ -147,7 +147,7 @@ def on_gpu(arguments: argparse.Namespace) -> str:
     """Measure the stall of the loop for a given amount of state."""
     import ray
 
-    from experts.actor_host import ExpertHost
+    from experts.hosts.actor_host import ExpertHost
 
     # space for the snapshot that is written, the newest one, and the one before it
     store_bytes = round(3.5e9 * arguments.gigabytes) + 2**28

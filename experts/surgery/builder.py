@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from experts.model import fill_normal, mix
-from experts.routed import RoutedExperts
+from experts.moe.routed import RoutedExperts
 from experts.structure import Change
 from experts.surgery.expert_transfer import ExpertTensors
 from experts.surgery.optimizer_state import WEIGHTS, added, gradient_degree, halved

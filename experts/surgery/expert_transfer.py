@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from experts.routed import RoutedExperts
+from experts.moe.routed import RoutedExperts
 from experts.structure import LayerStructure
 from experts.tokens.exchange import Exchange
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.layer import MoELayer
 from experts.model import fill_normal, mix
+from experts.moe.layer import MoELayer
 from experts.structure import Change, LayerStructure
 from experts.surgery.optimizer_state import added, gradient_degree, halved
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Set
 import torch
 from torch import Tensor, nn
 
-from experts.routed import RoutedExperts
+from experts.moe.routed import RoutedExperts
 
 
 class ParameterGroups:

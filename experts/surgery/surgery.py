@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.bank import ExpertBank, without_memory
-from experts.layer import MoELayer
-from experts.routed import RoutedExperts
-from experts.statistics import ExpertStatistics
+from experts.moe.bank import ExpertBank, without_memory
+from experts.moe.layer import MoELayer
+from experts.moe.routed import RoutedExperts
+from experts.moe.statistics import ExpertStatistics
 from experts.structure import Change, LayerStructure, changed
 from experts.surgery.builder import ExpertBuilder
 from experts.surgery.expert_transfer import ExpertTensors, StateSpec, exchange_experts

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from experts.group import Group
 from experts.host_copy import to_host
+from experts.hosts.group import Group
 from experts.tokens.received_rows import InvalidRows
 
 HEADER_BYTES = 32

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experts.group import AsyncWork, Group
 from experts.host_copy import to_host
+from experts.hosts.group import AsyncWork, Group
 
 _COUNT_COLUMNS = 64  # the columns of a table of counts are padded to a multiple of this
 _MAX_COUNT = 2**31 - 1  # more rows than any device holds

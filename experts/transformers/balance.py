@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.context import MoEContext
+from experts.moe.context import MoEContext
 
 RouterOutputs = tuple[Sequence[Tensor] | None, Tensor | None]
 """The router logits of a pass, by layer, and its attention mask; None for a batch without padding."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from experts.bank import ExpertBank, computing_dtype
-from experts.gate import shift_bias
-from experts.routed import RoutedExperts
+from experts.moe.bank import ExpertBank, computing_dtype
+from experts.moe.gate import shift_bias
+from experts.moe.routed import RoutedExperts
 from experts.types import Choices
 
 

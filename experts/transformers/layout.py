@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
-from experts.bank import ExpertBank, ExpertForm, without_memory
+from experts.moe.bank import ExpertBank, ExpertForm, without_memory
 
 
 def is_experts_module(module: nn.Module) -> bool:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from experts.context import MoEContext
 from experts.model import attach
+from experts.moe.context import MoEContext
 from experts.transformers.hosted import HostedExperts
 from experts.transformers.layout import check_parameters, is_experts_module, return_weights, take_bank
 

@@ -235,8 +235,8 @@ WRAPPED = (
         lambda agent: agent.enter_phase("data"),
         False,
     ),
-    WrappedFunction("experts.group", "Group.all_to_all", _enter_exchange, True),
-    WrappedFunction("experts.group", "Group.all_reduce", _enter_gradients, True),
+    WrappedFunction("experts.hosts.group", "Group.all_to_all", _enter_exchange, True),
+    WrappedFunction("experts.hosts.group", "Group.all_reduce", _enter_gradients, True),
     WrappedFunction(
         "orchestrator.train.checkpoint.snapshot_format",
         "CollectedPart.copy_into",

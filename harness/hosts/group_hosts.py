@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from experts.group import Group, GroupFactory
-from experts.membership import GroupMembership
+from experts.hosts.group import Group, GroupFactory
+from experts.hosts.membership import GroupMembership
 from orchestrator.train.group.stores import open_store, tcp_store
 
 Address = tuple[str, int]

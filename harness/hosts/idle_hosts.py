@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from experts.actor_host import ExpertHost
+from experts.hosts.actor_host import ExpertHost
 from harness.hosts.idle_worker import idle_worker
 
 

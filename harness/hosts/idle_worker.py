@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experts.actor_host import HostContext
+from experts.hosts.actor_host import HostContext
 
 SNAPSHOT_BYTES = 300_000
 """Large enough for the object store; Ray sends smaller results inside the reply."""

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from experts.layer import MoELayer
 from experts.model import place
+from experts.moe.layer import MoELayer
 from harness.storage.snapshots import CPU, CopyingSink
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.runtime.expert_parallel import snapshot_references

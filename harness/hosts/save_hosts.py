@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from experts.membership import GroupMembership
+from experts.hosts.membership import GroupMembership
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.state import TrainState

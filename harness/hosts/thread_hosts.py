@@ -20,9 +20,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import ReduceOp
 
-from experts import group as group_module
-from experts.group import GroupFactory
-from experts.membership import GroupMembership
+from experts.hosts import group as group_module
+from experts.hosts.group import GroupFactory
+from experts.hosts.membership import GroupMembership
 from orchestrator.train.group.world import World, recoverable_world
 
 _LIMIT_S = 300.0

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.context import MoEContext
 from experts.model import attach, place
+from experts.moe.context import MoEContext
 from experts.structure import Change
 from experts.surgery.surgery import Surgery, change_layer
 from experts.tokens.exchange import GroupExchange

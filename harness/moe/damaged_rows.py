@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from experts.context import MoEContext
-from experts.layer import MoELayer
 from experts.model import attach, place
+from experts.moe.context import MoEContext
+from experts.moe.layer import MoELayer
 from experts.tokens.exchange import Meter, PendingRows
 
 WIDTH = 8

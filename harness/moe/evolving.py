@@ -10,7 +10,7 @@ from typing import Any
 from experts.balance import gated_layers
 from experts.evolution.views import LayerView
 from experts.model import structure_of
-from experts.statistics import ExpertStatistics
+from experts.moe.statistics import ExpertStatistics
 from experts.structure import Change, LayerStructure, changed
 from harness.faults.planted_faults import by_expert
 from harness.runs.steppers import make_stepper, mean_loss

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from experts.gate import Gate
-from experts.layer import MoELayer
+from experts.moe.gate import Gate
+from experts.moe.layer import MoELayer
 from experts.types import Kind
 
 

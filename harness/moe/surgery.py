@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.context import MoEContext, StepContext
-from experts.layer import MoELayer
 from experts.model import attach, initialise
+from experts.moe.context import MoEContext, StepContext
+from experts.moe.layer import MoELayer
 from experts.structure import Change
 from experts.surgery.expert_transfer import Slot, StateSpec
 from experts.surgery.surgery import Surgery, change_layer

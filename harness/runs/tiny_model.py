@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experts.balance import gated_layers
-from experts.layer import MoELayer
 from experts.model import initialise
+from experts.moe.layer import MoELayer
 from orchestrator.tasks.task import Loss, Task, TensorData
 
 FEATURES = 7

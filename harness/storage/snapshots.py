@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experts.membership import GroupMembership
+from experts.hosts.membership import GroupMembership
 from harness.hosts.ranks import run_ranks
 from harness.runs.steppers import make_stepper, run_steps
 from harness.runs.tiny_model import Tiny

@@ -52,7 +52,7 @@ def _choose_evolution(config: Config, facts: ModelFacts) -> Choice[Preset]:
         if mode in ("cautious", "bold"):
             raise UserError(
                 f"--evolution {mode} changes the experts of a model, and this model has none; leave it out, "
-                "or add experts: --experts N for the built-in tasks, MoELayer (experts/layer.py) in your "
+                "or add experts: --experts N for the built-in tasks, MoELayer (experts/moe/layer.py) in your "
                 "own model"
             )
         return Choice("off", f"{NOT_USED}the model has no experts")

@@ -47,7 +47,7 @@ def settle_strategy(
             f"has none: all "
             f"of its {count_text(facts.parameters)} parameters are dense. Use --parallel-strategy "
             f"data_parallel, "
-            f"or add experts: --experts N for the built-in tasks, MoELayer (experts/layer.py) in "
+            f"or add experts: --experts N for the built-in tasks, MoELayer (experts/moe/layer.py) in "
             f"your own model"
         )
     if not divides_experts and facts.limits_capacity and workers > 1:

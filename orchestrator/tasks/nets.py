@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experts.bank import computing_dtype
-from experts.layer import MoELayer
+from experts.moe.bank import computing_dtype
+from experts.moe.layer import MoELayer
 from experts.types import Routing
 from orchestrator.config.sections.model import ModelSettings, MoeSettings
 from orchestrator.errors import UserError

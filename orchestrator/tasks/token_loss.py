@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from experts.bank import computing_dtype
 from experts.kernels.autocast import without_autocast
+from experts.moe.bank import computing_dtype
 from orchestrator.tasks.cross_entropy import loss_and_gradient, wide_dtype
 
 LARGE_LOGITS = 2**22

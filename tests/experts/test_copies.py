@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from experts import copies as copies_module
-from experts.bank import ExpertBank, ExpertForm
 from experts.copies import CopiedGradients
 from experts.copy_costs import held_bytes, ring_factor
-from experts.routed import RoutedExperts
+from experts.moe.bank import ExpertBank, ExpertForm
+from experts.moe.routed import RoutedExperts
 from experts.structure import LayerStructure
 from experts.tokens.exchange import GroupExchange, PendingRows
 from harness.hosts.ranks import run_ranks

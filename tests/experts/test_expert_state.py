@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from experts.expert_state import join_experts, remote_expert_names, split_experts, stacked_names
-from experts.layer import MoELayer
 from experts.model import initialise, place
+from experts.moe.layer import MoELayer
 
 
 def make_layer(*sizes: int) -> MoELayer:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts import routed
-from experts.group import GroupFactory
 from experts.host_copy import to_host
-from experts.membership import GroupMembership
+from experts.hosts.group import GroupFactory
+from experts.hosts.membership import GroupMembership
+from experts.moe import routed
 from experts.tokens import bounds, exchange
 from harness.hosts.gpu_ranks import rank_device, skip_without
 from harness.hosts.ranks import run_ranks

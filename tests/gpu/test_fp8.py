@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experts.bank import ExpertBank
 from experts.kernels import fp8, fp8_experts, launching
 from experts.kernels.fp8 import Quantised, quantise, quantise_transposed, row_product
 from experts.kernels.launching import Span
 from experts.kernels.row_products import RowTiles
-from experts.layer import MoELayer
+from experts.moe.bank import ExpertBank
+from experts.moe.layer import MoELayer
 from experts.tokens.dispatch import sort_by_slot
 from experts.types import Trip
 from harness.runs.records import by_step

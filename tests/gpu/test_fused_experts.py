@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.bank import ExpertBank
 from experts.kernels import fused_experts, launching
 from experts.kernels.grouped import grouped_product
 from experts.kernels.row_products import RowTiles, row_product
-from experts.layer import MoELayer
+from experts.moe.bank import ExpertBank
+from experts.moe.layer import MoELayer
 from experts.tokens.dispatch import sort_by_slot
 from experts.types import Kernel, Trip
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from experts.group import GroupFactory
-from experts.membership import GroupLeft, GroupMembership
+from experts.hosts.group import GroupFactory
+from experts.hosts.membership import GroupLeft, GroupMembership
 from harness.hosts.gpu_ranks import rank_device, skip_without
 from harness.hosts.ranks import run_ranks
 from harness.runs.steppers import (

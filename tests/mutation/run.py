@@ -1,7 +1,7 @@
 """Mutation testing: change the source in one place, run the tests of that module, and list the
 changes they miss.
 
-    make mutants ARGS='--count 100 --seed 0 experts/gate.py'
+    make mutants ARGS='--count 100 --seed 0 experts/moe/gate.py'
     python -m tests.mutation.run --list orchestrator/plan/cost/*.py
 
 Each mutant is written into a temporary copy of the repository, one copy per job. A child process
@@ -297,7 +297,9 @@ def main() -> int:
     options = parse()
     targets = target_files(ROOT, options.targets)
     if not targets:
-        raise SystemExit(f"no module matches {' '.join(options.targets)}; give paths such as experts/gate.py")
+        raise SystemExit(
+            f"no module matches {' '.join(options.targets)}; give paths such as experts/moe/gate.py"
+        )
     candidates = read_planted() if options.planted else choose_mutants(targets)
     chosen = sample(candidates, options.count, options.seed)
     if options.list:

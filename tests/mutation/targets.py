@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 TARGETS = (
-    "experts/gate.py",
+    "experts/moe/gate.py",
     "experts/tokens/dispatch.py",
-    "experts/bank.py",
-    "experts/layer.py",
-    "experts/token_exchange.py",
+    "experts/moe/bank.py",
+    "experts/moe/layer.py",
+    "experts/moe/token_exchange.py",
     "experts/tokens/destinations.py",
-    "experts/capacity.py",
+    "experts/moe/capacity.py",
     "experts/tokens/bounds.py",
     "experts/tokens/received_rows.py",
     "experts/tokens/exchange.py",
@@ -57,11 +57,11 @@ _SILENT_FAILURES = "test_silent_failures.py"
 _STEP_FP16 = "test_stepper_fp16.py"
 
 MORE_TESTS: dict[str, tuple[str, ...]] = {
-    "experts/gate.py": ("experts/test_layer.py", _SILENT_BALANCE),
-    "experts/tokens/dispatch.py": ("experts/test_layer.py", "experts/test_token_exchange.py"),
-    "experts/bank.py": ("experts/test_layer.py", "kernels/test_kernels.py"),
-    "experts/layer.py": ("experts/test_token_exchange.py", _SILENT_ROWS),
-    "experts/token_exchange.py": (_SILENT_ROWS,),
+    "experts/moe/gate.py": ("moe/test_layer.py", _SILENT_BALANCE),
+    "experts/tokens/dispatch.py": ("moe/test_layer.py", "moe/test_token_exchange.py"),
+    "experts/moe/bank.py": ("moe/test_layer.py", "kernels/test_kernels.py"),
+    "experts/moe/layer.py": ("moe/test_token_exchange.py", _SILENT_ROWS),
+    "experts/moe/token_exchange.py": (_SILENT_ROWS,),
     "experts/tokens/bounds.py": ("test_layer_on_hosts.py",),
     "experts/tokens/exchange.py": ("test_layer_on_hosts.py",),
     "experts/tokens/transfer.py": ("experts/tokens/test_exchange.py", "test_layer_on_hosts.py"),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from experts.balance import moe_layers
-from experts.bank import ExpertBank, ExpertForm
 from experts.kernels.adapters import Adapters
+from experts.moe.bank import ExpertBank, ExpertForm
 from harness.fakes.inventories import gpu, machine, model, planned
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError

@@ -16,7 +16,7 @@ from ray.train.v2._internal.exceptions import (
 )
 from ray.train.v2.api.exceptions import ControllerError
 
-from experts.membership import GroupLeft
+from experts.hosts.membership import GroupLeft
 from orchestrator.errors import OutOfMemory, ResourceError, TaskFailed, TrainingFailed, UserError
 from orchestrator.runtime.failures import (
     HostsDeadlocked,

@@ -23,7 +23,7 @@ from orchestrator.trainer import Trainer
 OWN_LAYER = """
 import torch
 from torch import nn
-from experts.layer import MoELayer
+from experts.moe.layer import MoELayer
 from orchestrator.tasks.task import Loss, Task, TensorData
 
 class Model(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from experts.bank import ExpertBank
+from experts.moe.bank import ExpertBank
 from harness.hosts.ranks import run_ranks
 from harness.runs.loop_runs import losses_in
 from harness.runs.tiny_model import Tiny

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts.gate import Gate
-from experts.layer import MoELayer
+from experts.moe.gate import Gate
+from experts.moe.layer import MoELayer
 from harness.faults.planted_faults import (
     SIZES,
     Plant,

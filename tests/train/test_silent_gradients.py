@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts.gate import Gate
+from experts.moe.gate import Gate
 from harness.faults.planted_faults import (
     HOSTS,
     SIZES,

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts import bank as bank_module
 from experts.balance import moe_layers
-from experts.bank import ExpertBank
 from experts.kernels import grouped
-from experts.layer import MoELayer
 from experts.model import initialise
+from experts.moe import bank as bank_module
+from experts.moe.bank import ExpertBank
+from experts.moe.layer import MoELayer
 from experts.tokens.dispatch import copy_rows, sum_rows
 from experts.tokens.exchange import GroupExchange
 from experts.types import RowMap

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.bank import ExpertBank
+from experts.moe.bank import ExpertBank
 from experts.transformers.hosted import HostedExperts
 from experts.transformers.layout import in_our_layout, is_experts_module, parameter_names
 

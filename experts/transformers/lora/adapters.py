@@ -15,10 +15,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from experts.balance import moe_layers
-from experts.bank import MATRICES, ExpertBank
 from experts.kernels.adapters import Adapters
 from experts.model import fill_adapter, initialise_experts, mix
-from experts.token_dropout import TokenDropout
+from experts.moe.bank import MATRICES, ExpertBank
+from experts.moe.token_dropout import TokenDropout
 from experts.transformers.lora.targets import find_targets, import_peft, name_in_block
 
 NAME = "default"

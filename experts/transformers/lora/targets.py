@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from experts.bank import MATRICES
+from experts.moe.bank import MATRICES
 from experts.transformers.layout import is_experts_module, parameter_names
 
 ALL_LINEAR = "all-linear"

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from experts.bank import computing_dtype
 from experts.kernels import launching
+from experts.moe.bank import computing_dtype
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.measure.tracing.operator_sizes import attention_of
 from orchestrator.types import PrecisionName

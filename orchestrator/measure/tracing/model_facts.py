@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from experts.balance import moe_layers
-from experts.bank import ExpertBank
-from experts.gate import Gate
-from experts.routed import RoutedExperts
+from experts.moe.bank import ExpertBank
+from experts.moe.gate import Gate
+from experts.moe.routed import RoutedExperts
 from experts.transformers.lora.adapters import count_adapted
 from orchestrator.data.ray_rows import RayRows
 from orchestrator.data.source import LoaderSettings

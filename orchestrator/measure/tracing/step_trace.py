@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.bank import ExpertBank
+from experts.moe.bank import ExpertBank
 from orchestrator.measure.tracing.fake_batches import TrainingData, fake_tensor_mode, to_fake
 from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
 from orchestrator.measure.tracing.op_recorder import OpRecorder

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from experts.balance import moe_layers
-from experts.bank import ExpertBank, SizeClass
-from experts.context import MoEContext
 from experts.kernels.cpu import BLOCK_BYTES
 from experts.kernels.general import two_products
 from experts.kernels.grouped import grouped_works
 from experts.kernels.loop import row_counts
 from experts.model import attach, place
-from experts.routed import RoutedExperts
+from experts.moe.bank import ExpertBank, SizeClass
+from experts.moe.context import MoEContext
+from experts.moe.routed import RoutedExperts
 from experts.tokens.exchange import Exchange, LocalExchange, Meter, PendingRows
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.train.optim.weight_copies import copied_stacks

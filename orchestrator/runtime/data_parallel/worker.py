@@ -15,7 +15,7 @@ import ray
 from ray.train import get_context
 from ray.train.backend import Backend, BackendConfig
 
-from experts.actor_host import common_address, free_address
+from experts.hosts.actor_host import common_address, free_address
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.runtime.bootstrap import (
     Assignment,

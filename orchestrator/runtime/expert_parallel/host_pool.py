@@ -20,7 +20,7 @@ from ray.util import remove_placement_group
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from experts.actor_host import ExpertHost
+from experts.hosts.actor_host import ExpertHost
 from orchestrator.runtime.cluster.environment import priority_variables
 from orchestrator.runtime.cluster.session import answers
 from orchestrator.runtime.expert_parallel.host_worker import preload, prestart_successor, rehearse

@@ -32,8 +32,8 @@ from orchestrator.runtime.expert_parallel.snapshot_references import ReferencedS
 if TYPE_CHECKING:
     import torch
 
-    from experts.actor_host import HostContext, Outbox
-    from experts.group import GroupFactory, GroupMembership
+    from experts.hosts.actor_host import HostContext, Outbox
+    from experts.hosts.group import GroupFactory, GroupMembership
     from orchestrator.run.prepared_run import PreparedRun
     from orchestrator.train.worker.run import WorkerRun
 
@@ -162,7 +162,7 @@ def prestart_successor(context: HostContext) -> None:  # noqa: ARG001
 @contextmanager
 def host_worker(context: HostContext, assignment: Assignment, request: JoinRequest) -> Iterator[HostWorker]:
     """Join a group and build this host's part of the run; leave the group at the end."""
-    from experts.group import GroupFactory
+    from experts.hosts.group import GroupFactory
     from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
     from orchestrator.train.checkpoint.snapshots import SnapshotTarget
     from orchestrator.train.device.compiling import report_compilation

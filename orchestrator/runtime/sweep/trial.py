@@ -17,7 +17,7 @@ from ray.tune import Trainable
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from experts.actor_host import ExpertHost, common_address
+from experts.hosts.actor_host import ExpertHost, common_address
 from orchestrator.config.sweep.objective import THROUGHPUT
 from orchestrator.config.sweep.space import Point
 from orchestrator.errors import OrchestratorError, OutOfMemory

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from experts.balance import moe_layers
-from experts.bank import banks_have_memory
-from experts.token_dropout import token_dropouts
+from experts.moe.bank import banks_have_memory
+from experts.moe.token_dropout import token_dropouts
 from experts.transformers.files.fingerprint import fingerprint
 from experts.transformers.layout import is_experts_module
 from experts.transformers.lora.adapters import LoraOptions, add_lora

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from experts.bank import computing_dtype
 from experts.kernels.autocast import without_autocast
+from experts.moe.bank import computing_dtype
 from orchestrator.tasks.token_loss import PLAIN, LogitTransform, has_large_logits, token_loss
 
 _SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from experts.expert_state import held_experts, stacked_names
-from experts.membership import GroupMembership
+from experts.hosts.membership import GroupMembership
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.snapshot_format import (

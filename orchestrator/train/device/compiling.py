@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from experts.bank import ExpertBank
-from experts.gate import Gate
+from experts.moe.bank import ExpertBank
+from experts.moe.gate import Gate
 from orchestrator.config.settings import CompileMode, CompileParts
 from orchestrator.errors import UserError
 from orchestrator.train.group.heartbeat import Heartbeat, Phase

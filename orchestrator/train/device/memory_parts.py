@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from experts.gate import Gate
+from experts.moe.gate import Gate
 from orchestrator.checkpoint.files import AVERAGE_SLOT
 from orchestrator.train.device.batches import tensors_of
 

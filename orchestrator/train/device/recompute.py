@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from experts.context import MoEContext, RecomputeCache
-from experts.routed import RoutedExperts
+from experts.moe.context import MoEContext, RecomputeCache
+from experts.moe.routed import RoutedExperts
 from orchestrator.errors import UserError
 
 

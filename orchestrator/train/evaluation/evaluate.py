@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from experts.context import StepContext
 from experts.host_copy import to_host
+from experts.moe.context import StepContext
 from orchestrator.config.metric import declared_metrics
 from orchestrator.errors import OrchestratorError, ResourceError, UserError
 from orchestrator.tasks.task import Loss

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.context import StepContext
+from experts.moe.context import StepContext
 from orchestrator.tasks.generation import Generating, GenerationOptions, Prompt
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.device.precision import Precision

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from experts.moe.routed import RoutedExperts
 from experts.rebalance.costs import Cluster, LayerCosts
 from experts.rebalance.decisions import BalanceRules, cheapest_host, decide, layer_imbalance
 from experts.rebalance.load_history import MAX_WINDOWS, LoadHistory
-from experts.routed import RoutedExperts
 from experts.structure import Change, LayerStructure
 from orchestrator.checkpoint.evolution_state import EvolutionState
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from experts.balance import gated_layers, moe_layers
 from experts.evolution.decisions import due_warmups
-from experts.statistics import reduce_statistics
+from experts.moe.statistics import reduce_statistics
 from experts.structure import Change, LayerStructure
 from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from experts.balance import moe_layers
-from experts.layer import MoELayer
+from experts.moe.layer import MoELayer
 from experts.structure import Change
 from experts.surgery.surgery import LayerBackup, Surgery, change_layer
 from orchestrator.checkpoint.evolution_state import EvolutionState

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experts.evolution.views import LayerView, Matrix
-from experts.layer import MoELayer
+from experts.moe.layer import MoELayer
 from orchestrator.train.evolution.measurements import LayerMeasurement
 
 _EDGES_PER_EXPERT = 4

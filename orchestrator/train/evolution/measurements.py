@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts.evolution.views import ExpertView, LayerView, Matrix
-from experts.layer import MoELayer
+from experts.moe.layer import MoELayer
 from experts.tokens.dispatch import dispatch
 from orchestrator.train.group.world import World
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.routed import RoutedExperts
+from experts.moe.routed import RoutedExperts
 from experts.surgery.expert_transfer import Slot, StateSpec
 from orchestrator.errors import UserError
 from orchestrator.train.group.world import World

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from experts.membership import GroupLeft
+from experts.hosts.membership import GroupLeft
 
 _PHRASES = (
     "gloo/",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, get_args
 
-from experts.membership import GroupMembership
+from experts.hosts.membership import GroupMembership
 
 _INTERVAL_SECONDS = 0.2
 _LARGEST_COUNT = 2**53

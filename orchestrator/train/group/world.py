@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from experts.group import Group, GroupFactory
-from experts.membership import GroupMembership
+from experts.hosts.group import Group, GroupFactory
+from experts.hosts.membership import GroupMembership
 from orchestrator.train.group.stores import find_value, put_value
 
 Axis = Literal["data", "expert", "shard"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.kernels.launching import Tile, available, launch, num_blocks
-from experts.weight_copy import WeightCopy
+from experts.moe.weight_copy import WeightCopy
 
 if TYPE_CHECKING:
     import triton.language as tl

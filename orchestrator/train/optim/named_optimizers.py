@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from experts.bank import ExpertBank
 from experts.expert_state import is_expert_parallel
+from experts.moe.bank import ExpertBank
 from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.errors import UserError
 from orchestrator.train.optim.adamw import AdamW

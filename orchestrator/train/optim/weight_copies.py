@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.bank import ExpertBank
-from experts.weight_copy import WeightCopy
+from experts.moe.bank import ExpertBank
+from experts.moe.weight_copy import WeightCopy
 from orchestrator.train.optim.adamw import AdamW, is_large
 
 

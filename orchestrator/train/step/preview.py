@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.context import StepContext
+from experts.moe.context import StepContext
 from orchestrator.train.data.steps import MicroBatch, StepBatch
 from orchestrator.train.device.batches import slice_batch
 from orchestrator.train.device.precision import Precision

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import gated_layers
-from experts.context import MoEContext
+from experts.moe.context import MoEContext
 from orchestrator.train.strategies.buffers import running_statistics
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from experts.balance import gated_layers, moe_layers
-from experts.token_dropout import token_dropouts
+from experts.moe.token_dropout import token_dropouts
 from orchestrator.train.device.precision import Precision
 from orchestrator.train.optim.adamw import AdamW
 from orchestrator.train.optim.optimizer import has_fp64

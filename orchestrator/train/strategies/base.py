@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from experts.context import MoEContext
 from experts.model import attach
+from experts.moe.context import MoEContext
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Task
 from orchestrator.train.optim.gradient_norm import norm_of_gradients

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.context import MoEContext
 from experts.copies import CopiedGradients
-from experts.group import AsyncWork, Group
+from experts.hosts.group import AsyncWork, Group
+from experts.moe.context import MoEContext
 from experts.tokens.bounds import ExchangeBounds
 from experts.tokens.exchange import GroupExchange
 from orchestrator.tasks.task import Task

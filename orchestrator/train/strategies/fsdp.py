@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experts.bank import ExpertBank
-from experts.group import Group
+from experts.hosts.group import Group
+from experts.moe.bank import ExpertBank
 from orchestrator.tasks.task import Task
 from orchestrator.train.device.recompute import block_lists
 from orchestrator.train.group.world import World

@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from experts.group import Group
+from experts.hosts.group import Group
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from experts.balance import gated_layers, moe_layers
+from experts.moe.routed import RoutedExperts
 from experts.placement.placement import HostFacts
 from experts.rebalance.costs import Cluster
-from experts.routed import RoutedExperts
 from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.config.settings import Config

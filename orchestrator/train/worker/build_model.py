@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from experts.balance import gated_layers, moe_layers
-from experts.bank import without_memory
 from experts.expert_state import is_expert_parallel
 from experts.model import mix, place, place_structure
+from experts.moe.bank import without_memory
+from experts.moe.statistics import ExpertStatistics
 from experts.rebalance.replicas import replica_placement
-from experts.statistics import ExpertStatistics
 from experts.structure import LayerStructure
 from experts.surgery.surgery import restructure
 from orchestrator.checkpoint.evolution_state import EvolutionState

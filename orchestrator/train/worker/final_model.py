@@ -12,7 +12,7 @@ from torch import nn
 
 from experts.balance import gated_layers, moe_layers
 from experts.model import structure_of
-from experts.token_dropout import token_dropouts
+from experts.moe.token_dropout import token_dropouts
 from orchestrator.checkpoint.files import AVERAGE_SLOT, Contents, load, step_name
 from orchestrator.checkpoint.progress import read_progress
 from orchestrator.checkpoint.saved_experts import OtherExperts

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.moe import moe_layer, skewed_load
 from benchmarks.moe.moe_layer import COLUMNS, Candidate, Shape, Weights
-from experts.layer import MoELayer
+from experts.moe.layer import MoELayer
 from harness.moe.oracle import moe_oracle
 from harness.runs.benchmark_runs import Table, wrong_figures
 

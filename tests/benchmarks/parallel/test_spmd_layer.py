@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.parallel import spmd_layer
 from benchmarks.parallel.spmd_layer import SpmdLayer, data
-from experts.layer import MoELayer
+from experts.moe.layer import MoELayer
 
 
 @pytest.fixture(autouse=True)

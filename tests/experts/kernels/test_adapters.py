@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.bank import ExpertBank, ExpertForm
 from experts.kernels.adapters import Adapters
+from experts.moe.bank import ExpertBank, ExpertForm
 from experts.types import Kernel
 
 COUNTS = ([3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0])

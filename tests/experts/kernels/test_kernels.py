@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from experts.bank import ExpertBank
 from experts.kernels import expert_tables, launching
 from experts.kernels.choice import choose_kernel, is_fused
 from experts.kernels.expert_tables import TiledClass
@@ -28,6 +27,7 @@ from experts.kernels.grouped import (
 from experts.kernels.loop import activate, experts_loop, row_counts
 from experts.kernels.row_products import RowTiles
 from experts.model import initialise
+from experts.moe.bank import ExpertBank
 from experts.types import Kernel, Kind
 
 CPU = torch.device("cpu")

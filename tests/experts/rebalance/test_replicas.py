@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.context import MoEContext
 from experts.copies import CopiedGradients
-from experts.layer import MoELayer
 from experts.model import attach, place_structure
+from experts.moe.context import MoEContext
+from experts.moe.layer import MoELayer
 from experts.rebalance.replicas import group_count, replica_placement
 from experts.structure import Change, LayerStructure, changed
 from experts.tokens.exchange import GroupExchange

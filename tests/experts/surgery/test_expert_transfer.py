@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from experts.bank import ExpertBank
-from experts.context import MoEContext
-from experts.routed import RoutedExperts
+from experts.moe.bank import ExpertBank
+from experts.moe.context import MoEContext
+from experts.moe.routed import RoutedExperts
 from experts.structure import LayerStructure
 from experts.surgery import expert_transfer
 from experts.surgery.expert_transfer import Move, Slot, StateSpec, exchange_experts, needed_moves

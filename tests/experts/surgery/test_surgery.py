@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts.bank import ExpertBank
 from experts.kernels.adapters import Adapters
+from experts.moe.bank import ExpertBank
 from experts.structure import Change, LayerStructure, changed
 from experts.surgery.expert_transfer import Slot, StateSpec
 from experts.surgery.surgery import Surgery, change_layer, restructure

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.bank import ExpertBank
-from experts.group import Group
+from experts.hosts.group import Group
+from experts.moe.bank import ExpertBank
 from experts.tokens.bounds import ExchangeBounds, RowBound, SeenRows, next_bound
 from experts.tokens.destinations import Destinations
 from experts.tokens.dispatch import sort_by_slot

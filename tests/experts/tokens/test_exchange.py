@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.context import MoEContext
-from experts.layer import MoELayer
 from experts.model import attach, initialise, place
+from experts.moe.context import MoEContext
+from experts.moe.layer import MoELayer
 from experts.tokens import exchange as exchange_module
 from experts.tokens.exchange import GroupExchange
 from harness.hosts.ranks import run_ranks

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experts.context import RecomputeCache
-from experts.membership import GroupLeft
+from experts.hosts.membership import GroupLeft
+from experts.moe.context import RecomputeCache
 from experts.tokens.received_rows import InvalidRows, RowCheck, local_slots
 from harness.moe.damaged_rows import DamagingExchange, compute_layer, make_layer
 

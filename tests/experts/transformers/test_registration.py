@@ -132,7 +132,7 @@ def test_unknown_names_of_the_package_list_the_known_ones() -> None:
 
 def test_routing_is_replayed_where_a_pass_is_recomputed() -> None:
     """A recomputed router that chooses other experts does not change the gradients."""
-    from experts.context import RecomputeCache
+    from experts.moe.context import RecomputeCache
 
     model = use(build("Mixtral"))
     (_, layer), _ = moe_layers(model)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experts.balance import moe_layers
-from experts.context import StepContext
+from experts.moe.context import StepContext
 from experts.transformers.registration import use
 from experts.transformers.router_bias import has_router_biases, use_balance_bias
 from harness.hosts.ranks import run_ranks

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from experts.actor_host import HostContext, Outbox
-from experts.membership import GroupMembership
+from experts.hosts.actor_host import HostContext, Outbox
+from experts.hosts.membership import GroupMembership
 from orchestrator.runtime.expert_parallel.host_worker import (
     HostWorker,
     JoinRequest,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from experts.bank import ExpertBank
+from experts.moe.bank import ExpertBank
 from experts.transformers.files.fingerprint import fingerprint
 from experts.transformers.lora.adapters import LoraOptions
 from harness.lm.language_models import FilledLanguageModel, lm_config

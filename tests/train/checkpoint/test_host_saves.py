@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from experts.membership import GroupLeft
+from experts.hosts.membership import GroupLeft
 from harness.hosts.save_hosts import SaveHost, make_hosts, run_hosts, save_steps
 from harness.storage.snapshots import assert_same_contents, captured_contents
 from orchestrator.checkpoint.files import load

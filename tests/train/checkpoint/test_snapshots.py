@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import orchestrator.train.checkpoint.snapshot_format as format_module
-from experts.actor_host import Outbox
-from experts.group import GroupFactory
-from experts.membership import GroupLeft, GroupMembership
+from experts.hosts.actor_host import Outbox
+from experts.hosts.group import GroupFactory
+from experts.hosts.membership import GroupLeft, GroupMembership
 from harness.storage.snapshots import CPU, CopyingSink, HostSnapshot, dense_part, merge_all
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers

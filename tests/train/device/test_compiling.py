@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from experts.layer import MoELayer
+from experts.moe.layer import MoELayer
 from orchestrator.errors import UserError
 from orchestrator.train.device.compiling import Compiled, is_compile_error, report_compilation
 from orchestrator.train.group.heartbeat import Heartbeat, Phase

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
 from experts.balance import gated_layers
-from experts.context import MoEContext
 from experts.model import attach
+from experts.moe.context import MoEContext
 from experts.tokens.exchange import GroupExchange
 from harness.hosts.ranks import run_ranks
 from harness.runs.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps

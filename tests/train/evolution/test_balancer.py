@@ -7,7 +7,7 @@ import math
 import pytest
 
 from experts.kernels.adapters import Adapters
-from experts.layer import MoELayer
+from experts.moe.layer import MoELayer
 from experts.placement.placement import ExpertCost, HostFacts
 from experts.rebalance.costs import Cluster, LayerCosts
 from experts.structure import Change, LayerStructure

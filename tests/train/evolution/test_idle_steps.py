@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from experts.context import MoEContext
+from experts.moe.context import MoEContext
 from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.record.files.log import SilentLog

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from experts.bank import ExpertBank, ExpertForm
 from experts.model import initialise_experts
+from experts.moe.bank import ExpertBank, ExpertForm
 from experts.structure import Change
 from experts.surgery.surgery import Surgery, change_layer
 from harness.hosts.ranks import run_ranks

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experts.balance import gated_layers
-from experts.layer import MoELayer
+from experts.moe.layer import MoELayer
 from harness.hosts.ranks import run_ranks
 from harness.runs.loop_runs import losses_in
 from harness.runs.records import by_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from experts.membership import GroupLeft
+from experts.hosts.membership import GroupLeft
 from orchestrator.train.group.comm_errors import is_communication_error
 
 

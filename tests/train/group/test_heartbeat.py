@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experts.membership import GroupMembership
+from experts.hosts.membership import GroupMembership
 from orchestrator.train.group import heartbeat as module
 from orchestrator.train.group.heartbeat import Heartbeat, send_heartbeats
 

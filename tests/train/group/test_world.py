@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from experts.group import GroupFactory
-from experts.membership import GroupLeft, GroupMembership
+from experts.hosts.group import GroupFactory
+from experts.hosts.membership import GroupLeft, GroupMembership
 from harness.hosts.ranks import run_ranks
 from orchestrator.train.group.comm_errors import is_communication_error
 from orchestrator.train.group.stores import file_store

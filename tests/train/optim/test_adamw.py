@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts.weight_copy import WeightCopy
+from experts.moe.weight_copy import WeightCopy
 from orchestrator.train.optim import adamw
 from orchestrator.train.optim.adamw import AdamW
 from orchestrator.train.optim.optimizer import ScheduledOptimizer

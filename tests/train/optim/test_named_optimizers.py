@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experts.bank import ExpertBank, ExpertForm
+from experts.moe.bank import ExpertBank, ExpertForm
 from orchestrator.checkpoint.files import AVERAGE_SLOT
 from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.config.settings import Config

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experts.balance import moe_layers
-from experts.weight_copy import WeightCopy
+from experts.moe.weight_copy import WeightCopy
 from harness.fakes.inventories import gpu, machine, model
 from harness.runs.steppers import make_stepper, mean_loss, run_steps, weights
 from orchestrator.config.settings import Config

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experts.balance import moe_layers
-from experts.statistics import ExpertStatistics
+from experts.moe.statistics import ExpertStatistics
 from harness.faults.planted_faults import step_batches
 from harness.runs.steppers import make_stepper
 from harness.runs.tiny_model import Tiny

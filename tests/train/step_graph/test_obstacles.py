@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from experts.layer import MoELayer
-from experts.statistics import ExpertStatistics
+from experts.moe.layer import MoELayer
+from experts.moe.statistics import ExpertStatistics
 from orchestrator.train.device.precision import Precision
 from orchestrator.train.step_graph.obstacles import find_obstacle
 from orchestrator.train.strategies.base import Strategy

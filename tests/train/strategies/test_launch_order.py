@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from experts.group import Group
+from experts.hosts.group import Group
 from harness.faults.planted_faults import step_batches
 from harness.hosts.ranks import run_ranks
 from harness.runs.steppers import make_stepper

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from experts.balance import moe_layers
-from experts.layer import MoELayer
 from experts.model import structure_of
+from experts.moe.layer import MoELayer
 from experts.types import Routing
 from harness.hosts.ranks import run_ranks
 from harness.moe.evolving import ListLog

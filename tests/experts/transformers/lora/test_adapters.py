@@ -10,7 +10,7 @@ import torch
 
 from experts.expert_state import stacked_names
 from experts.model import place
-from experts.token_dropout import token_dropouts
+from experts.moe.token_dropout import token_dropouts
 from experts.transformers.lora.adapters import (
     LoraOptions,
     add_lora,

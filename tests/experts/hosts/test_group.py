@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from experts import group as group_module
-from experts.group import Group, GroupFactory
-from experts.membership import GroupLeft, GroupMembership, WaitState
+from experts.hosts import group as group_module
+from experts.hosts.group import Group, GroupFactory
+from experts.hosts.membership import GroupLeft, GroupMembership, WaitState
 from harness.hosts.group_hosts import (
     LARGE,
     Address,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experts.context import MoEContext
-from experts.gate import uniform
+from experts.moe.context import MoEContext
+from experts.moe.gate import uniform
 
 
 class TokenDropout(nn.Module):

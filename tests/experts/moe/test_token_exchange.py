@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.context import MoEContext, StepContext
-from experts.token_exchange import TokenExchange, _chunk_slices
+from experts.moe.context import MoEContext, StepContext
+from experts.moe.token_exchange import TokenExchange, _chunk_slices
 from experts.tokens.exchange import Meter, PendingRows
 from experts.tokens.transfer import Layout
 from experts.types import Routing

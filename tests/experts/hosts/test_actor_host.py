@@ -13,8 +13,8 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from experts.actor_host import Outbox
-from experts.membership import GroupLeft
+from experts.hosts.actor_host import Outbox
+from experts.hosts.membership import GroupLeft
 from harness.hosts.cluster import RayCluster, connected
 from harness.hosts.idle_hosts import IdlePool, idle_pool
 from harness.hosts.idle_worker import SNAPSHOT_BYTES, IdleHeader

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from experts.balance import moe_layers, update_balance
-from experts.context import MoEContext, StepContext
-from experts.gate import noise
-from experts.layer import MoELayer
 from experts.model import attach, initialise
+from experts.moe.context import MoEContext, StepContext
+from experts.moe.gate import noise
+from experts.moe.layer import MoELayer
 from harness.moe.oracle import moe_oracle
 
 SHAPES = [  # width, sizes, top_k, tokens

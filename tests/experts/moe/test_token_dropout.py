@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experts.context import MoEContext, StepContext
-from experts.token_dropout import TokenDropout
+from experts.moe.context import MoEContext, StepContext
+from experts.moe.token_dropout import TokenDropout
 
 
 def dropped(share: float, x: torch.Tensor, step: StepContext, layer_id: int = 0) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from experts.context import MoEContext, RecomputeCache, StepContext
+from experts.moe.context import MoEContext, RecomputeCache, StepContext
 
 
 def test_a_step_ends_with_its_block() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experts import bank as bank_module
-from experts.bank import (
+from experts.moe import bank as bank_module
+from experts.moe.bank import (
     _MAX_UNUSED_BYTES,
     ExpertBank,
     ExpertForm,
@@ -19,9 +19,9 @@ from experts.bank import (
     size_classes,
     without_memory,
 )
+from experts.moe.weight_copy import WeightCopy
 from experts.tokens.dispatch import sort_by_slot
 from experts.types import Kind
-from experts.weight_copy import WeightCopy
 from harness.moe.oracle import expert_oracle
 
 SIZES = (6, 3, 6, 9, 3)

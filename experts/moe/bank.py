@@ -26,9 +26,9 @@ from experts.kernels.general import Activation, experts_general
 from experts.kernels.grouped import experts_grouped, size_multiple
 from experts.kernels.loop import activate, experts_loop, row_counts
 from experts.kernels.row_products import SIZE_MULTIPLE
+from experts.moe.weight_copy import WeightCopy
 from experts.tokens.dispatch import copy_rows, sum_rows
 from experts.types import Kernel, Kind, RowMap
-from experts.weight_copy import WeightCopy
 
 MATRICES = ("up", "down")
 """The two matrices of an expert."""

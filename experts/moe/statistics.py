@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from experts.gate import Gate, mix_bits
 from experts.kernels.autocast import without_autocast
+from experts.moe.gate import Gate, mix_bits
 from experts.types import Routing
 
 NUM_SAMPLES = 32

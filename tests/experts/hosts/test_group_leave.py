@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from experts.group import AsyncWork, Group
-from experts.membership import GroupLeft
+from experts.hosts.group import AsyncWork, Group
+from experts.hosts.membership import GroupLeft
 from harness.hosts.group_hosts import (
     LARGE,
     Address,

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import ray
 
-from experts.membership import GroupMembership
+from experts.hosts.membership import GroupMembership
 
 _LOG = logging.getLogger(__name__)
 

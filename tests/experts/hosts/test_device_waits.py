@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from experts import device_waits
-from experts.device_waits import DeviceWaits
-from experts.membership import WaitState
+from experts.hosts import device_waits
+from experts.hosts.device_waits import DeviceWaits
+from experts.hosts.membership import WaitState
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from experts.context import MoEContext
+from experts.moe.context import MoEContext
 
 
 def capacity_mask(

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from experts.bank import ExpertBank
-from experts.capacity import capacity_mask
-from experts.context import MoEContext
 from experts.host_copy import to_host
 from experts.kernels.compiling import uncompiled
-from experts.shared_expert import SharedExpert
+from experts.moe.bank import ExpertBank
+from experts.moe.capacity import capacity_mask
+from experts.moe.context import MoEContext
+from experts.moe.shared_expert import SharedExpert
+from experts.moe.token_exchange import ExchangeChunk, TokenExchange
 from experts.structure import SETTLED, LayerStructure
-from experts.token_exchange import ExchangeChunk, TokenExchange
 from experts.tokens.dispatch import sort_by_slot
 from experts.tokens.received_rows import local_slots
 from experts.tokens.routes import route_table

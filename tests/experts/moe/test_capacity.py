@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.capacity import capacity_mask
-from experts.context import MoEContext, StepContext
+from experts.moe.capacity import capacity_mask
+from experts.moe.context import MoEContext, StepContext
 from experts.tokens.exchange import LocalExchange, PendingRows
 from harness.moe.oracle import kept_oracle
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts.bank import ExpertBank
-from experts.weight_copy import WeightCopy
+from experts.moe.bank import ExpertBank
+from experts.moe.weight_copy import WeightCopy
 
 WIDTH = 16
 SIZES = (8, 24, 8, 8, 24, 8, 8)

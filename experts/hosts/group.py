@@ -27,8 +27,8 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from experts.device_waits import DeviceWaits
-from experts.membership import GroupLeft, GroupMembership
+from experts.hosts.device_waits import DeviceWaits
+from experts.hosts.membership import GroupLeft, GroupMembership
 
 _CPU = torch.device("cpu")
 _POLL_INTERVAL = timedelta(milliseconds=100)

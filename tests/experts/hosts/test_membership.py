@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from experts import membership as membership_module
-from experts.membership import GroupLeft, GroupMembership, WaitState
+from experts.hosts import membership as membership_module
+from experts.hosts.membership import GroupLeft, GroupMembership, WaitState
 
 
 def test_a_host_that_has_left_does_not_wait() -> None:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from experts.bank import ExpertBank, computing_dtype
-from experts.gate import Gate, coin, noise, shift_bias
 from experts.kernels.compiling import uncompiled
 from experts.kernels.slot_sort import count_choices
-from experts.routed import RoutedExperts
-from experts.shared_expert import SharedExpert
-from experts.statistics import ExpertStatistics
+from experts.moe.bank import ExpertBank, computing_dtype
+from experts.moe.gate import Gate, coin, noise, shift_bias
+from experts.moe.routed import RoutedExperts
+from experts.moe.shared_expert import SharedExpert
+from experts.moe.statistics import ExpertStatistics
 from experts.structure import SETTLED, LayerStructure
 from experts.types import Kind, Routing, Scores
 

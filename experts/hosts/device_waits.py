@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from experts.membership import WaitState
+from experts.hosts.membership import WaitState
 
 _NUM_POSITIONS = 4096
 """Even, so that odd positions are waits. A device is never so far behind its host: CUDA blocks the host

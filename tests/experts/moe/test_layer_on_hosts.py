@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.context import MoEContext, StepContext
-from experts.group import Group
-from experts.layer import MoELayer
+from experts.hosts.group import Group
 from experts.model import attach, initialise, place
+from experts.moe.context import MoEContext, StepContext
+from experts.moe.layer import MoELayer
 from experts.tokens.bounds import ExchangeBounds, RowBound
 from experts.tokens.exchange import GroupExchange
 from harness.hosts.ranks import run_ranks

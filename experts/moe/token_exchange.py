@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from experts.context import MoEContext
+from experts.moe.context import MoEContext
 from experts.tokens.bounds import HEADER_BYTES, RowBound
 from experts.tokens.destinations import Destinations
 from experts.tokens.dispatch import sum_rows

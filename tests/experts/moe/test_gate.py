@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts.balance import update_balance
-from experts.gate import Gate, noise, scaled_share
-from experts.layer import MoELayer
 from experts.model import initialise
+from experts.moe.gate import Gate, noise, scaled_share
+from experts.moe.layer import MoELayer
 from experts.types import Routing
 
 WIDTH = 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from experts.gate import Gate
-from experts.statistics import ExpertStatistics, reduce_statistics
+from experts.moe.gate import Gate
+from experts.moe.statistics import ExpertStatistics, reduce_statistics
 
 PASSES = 7
 
