@@ -16,6 +16,7 @@ from orchestrator.plan.planning import plan
 from orchestrator.plan.workers import trains_in_process
 
 if TYPE_CHECKING:
+    from orchestrator.measure.tracing.fake_batches import TrainingData
     from orchestrator.run.prepared_run import PreparedRun
     from orchestrator.run.run_settings import ResumedSettings
     from orchestrator.tasks.task import Task
@@ -27,8 +28,11 @@ def prepare_run(
     hardware: Inventory,
     cluster: Cluster | None,
     resumed: ResumedSettings | None,
+    data: TrainingData | None = None,
 ) -> PreparedRun:
-    """Trace the task's model and plan its run on the hardware, or on a cluster. Write nothing."""
+    """Trace the task's model and plan its run on the hardware, or on a cluster. Write nothing.
+
+    Further traces of the task may share ``data``."""
     from orchestrator.measure.tracing.metric_names import check_validation_metrics
     from orchestrator.measure.tracing.model_facts import model_facts
     from orchestrator.run.plan_file import earlier_global_batch, read_earlier_plan
@@ -44,7 +48,7 @@ def prepare_run(
     watched_metric(config, task)
     device = _traced_device(config, hardware, cluster)
     precision = choose_precision(config, hardware, device).value
-    facts = model_facts(task, device, precision)
+    facts = model_facts(task, device, precision, data)
     check_settings_taken(config, task, facts.settings)
     earlier_plan = read_earlier_plan(resumed.folder) if resumed else {}
     global_batch = earlier_global_batch(config, earlier_plan)

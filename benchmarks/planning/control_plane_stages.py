@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from experts.placement.placement import ExpertCost, HostFacts, place, placement_of
-from harness.fakes.linear_passes import LinearPasses
 from harness.runs.records import made
 from orchestrator.config.settings import Config
 from orchestrator.plan.estimate import ModelFacts
@@ -86,7 +85,11 @@ def model_of(experts: int) -> ModelFacts:
         moe_layers=1,
         blocks=1,
         flops_per_sample=1e12,
-        passes=LinearPasses(76.0 * MIB, base=0.0),
+        activation_bytes=64.0 * MIB,
+        activation_base=0.0,
+        block_bytes=60.0 * MIB,
+        block_input_bytes=4.0 * MIB,
+        largest_bytes=8.0 * MIB,
         samples=10**9,
         validation_samples=10**5,
         unit="tokens",

@@ -32,8 +32,8 @@ from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_ba
 from orchestrator.plan.cost.calibration import FILE, Calibration, read_calibration, write_calibration
 from orchestrator.plan.cost.machine import DeviceCosts, Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.plan.inventory.hardware import inventory
-from orchestrator.plan.ops import MicroBatchOps
 from orchestrator.plan.planning import Plan
 from orchestrator.types import seconds_text
 
@@ -97,7 +97,7 @@ def _compare_on_cpu(cases: list[Case], calibration: Calibration) -> Iterator[Row
         traced = TracedCase.of(case, on_gpu=False)
         steps = max(12, min(80, int(SECONDS / traced.predict(calibration).step_seconds)))
         seconds, size, imbalance = measure_quietly(case, steps)
-        yield Row(case, traced.predict(calibration, imbalance), seconds, size, traced.plan.memory.total)
+        yield Row(case, traced.predict(calibration, imbalance), seconds, size)
 
 
 def _compare_on_gpu(cases: list[Case], calibration: Calibration) -> Iterator[Row]:
@@ -122,7 +122,7 @@ def _compare_on_gpu(cases: list[Case], calibration: Calibration) -> Iterator[Row
         # a model with experts launches kernels of its own; its host work is another
         drift = drifts[traced.work.launches > 0]
         with_drift = traced.predict(calibration, drift=drift)
-        yield Row(case, predicted, seconds, size, traced.plan.memory.total, host_s, drift, with_drift)
+        yield Row(case, predicted, seconds, size, host_s, drift, with_drift)
         before = after
 
 

@@ -44,12 +44,16 @@ _FACTS: dict[str, ModelFacts] = {}
 
 
 def choose_plan(case: Case, on_gpu: bool) -> tuple[Config, Plan, Any]:
-    """Return config, plan and task of a case. The facts of a model are found once."""
+    """Return config, plan and task of a case.
+
+    The facts of a model are computed once for all its precisions.
+    """
     config = case.config(on_gpu)
     task = load_task(config)
-    key = json.dumps(case.settings, sort_keys=True)
+    model_settings = {name: value for name, value in case.settings.items() if name != "precision"}
+    key = json.dumps(model_settings, sort_keys=True)
     if key not in _FACTS:
-        _FACTS[key] = model_facts(task, "cuda:0" if on_gpu else "cpu", case.settings.get("precision", "fp32"))
+        _FACTS[key] = model_facts(task, "cuda:0" if on_gpu else "cpu", "bf16" if on_gpu else "fp32")
     return config, plan(config, inventory(), _FACTS[key]), task
 
 
@@ -128,13 +132,11 @@ def _steps(case: Case, config: Config, chosen: Plan, task: Any, world: World, st
         shape = task.shape
         host_of = [[expert % case.workers for expert in range(len(shape.expert_sizes))]] * shape.layers
     # The profiler slows the steps down, so memory is measured before the timed ones; the second
-    # step has optimizer state, and then DDP its buckets
+    # step has optimizer state
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run = build_step_runner(config, chosen, task, world, case.batch, host_of)
         run(0)
-        run.stepper.strategy.micro_batch_proven()
         run(1)
-        run(2)
     imbalances: list[float] = []
 
     def run_and_record(step: int) -> None:

@@ -24,8 +24,6 @@ class Row:
     predicted: StepPrediction
     seconds: float
     bytes: float | None
-    memory: float
-    """Bytes that the plan expects."""
     host_s: float | None = None
     """Seconds of the host, where it continues while the device computes."""
     drift: float | None = None
@@ -45,7 +43,7 @@ class Row:
 
     @property
     def memory_error(self) -> float | None:
-        return None if self.bytes is None else self.memory / self.bytes - 1
+        return None if self.bytes is None else self.predicted.memory.total / self.bytes - 1
 
     def cells(self) -> list[str]:
         """Return times, memory and the larger parts of the predicted step."""
@@ -59,7 +57,7 @@ class Row:
         return [*times, *self._memory_cells(), self.predicted.parts_text()]
 
     def _memory_cells(self) -> list[str]:
-        predicted = f"{self.memory / MIB:,.0f}"
+        predicted = f"{self.predicted.memory.total / MIB:,.0f}"
         if self.bytes is None or self.memory_error is None:
             return [predicted, "–", "–"]
         return [predicted, f"{self.bytes / MIB:,.0f}", f"{self.memory_error:+.0%}"]

@@ -25,6 +25,7 @@ import optuna
 import torch
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
+from orchestrator.cli.predict import make_tracer
 from orchestrator.config.settings import Config
 from orchestrator.config.sweep.space import Point, Space, Values, point_key
 from orchestrator.config.sweep.space_parser import parse_space
@@ -32,7 +33,6 @@ from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.plan.cost.cluster_spec import machine_of, parse_cluster
 from orchestrator.plan.cost.machine import Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
-from orchestrator.plan.estimate import PassForm, estimate_memory
 from orchestrator.runtime.sweep.optuna_search import OptunaSource
 from orchestrator.tasks.load import load_task
 from orchestrator.types import PrecisionName
@@ -100,10 +100,10 @@ def cost_model(gpu: str) -> Surface:
     )
     task = load_task(Config.of(task="text", width=512, layers=4, experts=8, sequence_length=256))
     predictions: dict[str, StepPrediction] = {}
-    memory: dict[str, float] = {}
     for precision in PRECISIONS:
         facts = model_facts(task, "cuda:0", precision)
         grouped = precision == "bf16" and gpu == "h200"
+        tracer = make_tracer(task, facts, True, precision, grouped, recompute=False)
         for point in space.grid():
             if point["precision"] != precision:
                 continue
@@ -111,15 +111,12 @@ def cost_model(gpu: str) -> Surface:
             machine = machine_of(parse_cluster(f"gpus={workers},gpu={gpu}"))
             strategy = "data_parallel" if workers > 1 else "single"
             parallelism = Parallelism(workers, strategy, point["accumulation_steps"], tf32=True)
-            samples = point["batch_size"]
-            ops = facts.passes.trace(samples, PassForm(), grouped)
-            key = point_key(point)
-            predictions[key] = predict(ops, machine, parallelism)
-            single_pass = point["accumulation_steps"] == 1
-            memory[key] = estimate_memory(facts, samples, False, None, single_pass=single_pass).total
-    limit = sorted(memory.values())[int(0.9 * len(memory))]
+            ops = tracer(point["batch_size"], 1, 1, workers == 1)
+            predictions[point_key(point)] = predict(ops, machine, parallelism)
+    needed = sorted(prediction.memory.total for prediction in predictions.values())
+    limit = needed[int(0.9 * len(needed))]
     scores = {
-        key: prediction.samples_per_second if memory[key] < limit else None
+        key: prediction.samples_per_second if prediction.memory.total < limit else None
         for key, prediction in predictions.items()
     }
     return Surface(f"{gpu.upper()}, cost model", space, scores, 0.04)

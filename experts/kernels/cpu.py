@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-BLOCK_BYTES = 2**20  # of hidden rows; benchmarks/LOG.md has other sizes
+_BLOCK_BYTES = 2**20  # of hidden rows; benchmarks/LOG.md has other sizes
 
 
 def available(x: Tensor) -> bool:
@@ -31,7 +31,7 @@ def weighted_swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
 
 def _rows_per_block(hidden_RH: Tensor) -> int:
     row_bytes = hidden_RH.shape[1] * hidden_RH.itemsize
-    return max(1, BLOCK_BYTES // row_bytes)
+    return max(1, _BLOCK_BYTES // row_bytes)
 
 
 class _Swiglu(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
 from orchestrator.plan.cost.machine import DeviceCosts, Interconnect, Link, Machine
-from orchestrator.plan.ops import MOVES, MicroBatchOps, MoveOp, ProductOp
+from orchestrator.plan.cost.ops import MOVES, MicroBatchOps, MoveOp, ProductOp
 
 FLOPS_PER_S = 1e9
 BANDWIDTH = 1e8

@@ -10,7 +10,6 @@ from typing import Any
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from harness.fakes.linear_passes import LinearPasses
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.estimate import ModelFacts
@@ -18,7 +17,7 @@ from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan, plan
-from orchestrator.types import GIB, MIB
+from orchestrator.types import GIB, KIB, MIB
 
 
 def gpu(
@@ -92,7 +91,11 @@ def model(**changes: Any) -> ModelFacts:
         "moe_layers": 4,
         "blocks": 4,
         "flops_per_sample": 2e6,
-        "passes": LinearPasses(),
+        "activation_bytes": float(MIB),
+        "activation_base": 64.0 * KIB,
+        "block_bytes": 960.0 * KIB,
+        "block_input_bytes": 32.0 * KIB,
+        "largest_bytes": 16.0 * KIB,
         "samples": 10_000,
         "validation_samples": 1_000,
         "unit": "samples",
@@ -111,7 +114,6 @@ def models(draw: st.DrawFn) -> ModelFacts:
     trainable = draw(st.one_of(st.just(parameters), st.integers(0, parameters)))
     activations = draw(st.floats(0, 64.0 * GIB))
     base = draw(st.floats(0, 1.0 * GIB))
-    recomputed, experts_recomputed, exchanged = (draw(st.floats(0, 1)) * activations for _ in range(3))
     return model(
         parameters=parameters,
         trainable=trainable,
@@ -119,7 +121,14 @@ def models(draw: st.DrawFn) -> ModelFacts:
         gate_parameters=draw(st.integers(0, parameters)),
         experts=draw(st.integers(0, 64)),
         blocks=draw(st.integers(0, 100)),
-        passes=LinearPasses(activations, recomputed, experts_recomputed, exchanged, base),
+        activation_bytes=activations,
+        activation_base=base,
+        expert_base=draw(st.floats(0, 1)) * base,
+        expert_bytes=draw(st.floats(0, 1)) * activations,
+        expert_input_bytes=draw(st.floats(0, 1)) * activations,
+        block_bytes=draw(st.floats(0, 1)) * activations,
+        block_input_bytes=draw(st.floats(0, 1)) * activations,
+        largest_bytes=draw(st.floats(0, 1)) * activations,
         samples=draw(st.integers(1, 10**6)),
         validation_samples=draw(st.integers(0, 10**5)),
         gathered_bytes=draw(st.one_of(st.none(), st.integers(0, 10**12))),

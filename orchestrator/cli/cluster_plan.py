@@ -25,6 +25,7 @@ from orchestrator.types import bytes_text, counted
 if TYPE_CHECKING:
     from typing import Any
 
+    from orchestrator.measure.tracing.fake_batches import TrainingData
     from orchestrator.run.prepared_run import PreparedRun
     from orchestrator.tasks.task import Task
 
@@ -51,12 +52,15 @@ def plan_on_cluster(
     spec: ClusterSpec,
     machine: Machine,
     source: str,
+    data: TrainingData | None = None,
 ) -> ClusterPlan:
-    """Plan a run on a cluster and predict its step."""
+    """Plan a run on a cluster and predict its step; further traces of the task may share ``data``."""
+    from orchestrator.measure.tracing.fake_batches import TrainingData
     from orchestrator.preparation import prepare_run
 
-    prepared = prepare_run(resolved, task, inventory_of(spec), cluster_of(spec), None)
-    line, predicted = predict_plan(prepared, machine, 1.0, source)
+    data = data or TrainingData(task)
+    prepared = prepare_run(resolved, task, inventory_of(spec), cluster_of(spec), None, data)
+    line, predicted = predict_plan(prepared, machine, 1.0, source, data)
     return ClusterPlan(prepared, line, predicted, _shortage(prepared, spec))
 
 

@@ -3,7 +3,9 @@ of its GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +16,21 @@ from orchestrator.plan.cost.cluster_spec import ClusterSpec, machine_of
 from orchestrator.plan.cost.devices import known_gpu, short_name
 from orchestrator.plan.cost.machine import Machine, Parallelism
 from orchestrator.plan.cost.model import HOST_OVERHEAD, StepPrediction, predict
+from orchestrator.plan.estimate import ModelFacts
+from orchestrator.plan.host_groups import hosts_of_group
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.types import BF16_PRECISIONS, seconds_text, speed_text
+from orchestrator.plan.planning import planned_facts
+from orchestrator.types import BF16_PRECISIONS, PrecisionName, seconds_text, speed_text
 
 if TYPE_CHECKING:
-    from orchestrator.plan.ops import MicroBatchOps
+    from orchestrator.measure.tracing.fake_batches import TrainingData
+    from orchestrator.plan.cost.ops import MicroBatchOps
     from orchestrator.run.prepared_run import PreparedRun
+    from orchestrator.tasks.task import Task
+
+Tracer = Callable[[int, int, int, bool], "MicroBatchOps"]
+"""Returns the operations of a micro-batch, for a number of samples, expert hosts, chunks of the token
+exchange, and whether one device computes alone."""
 
 
 def step_prediction(prepared: PreparedRun, calibration: Path | None) -> tuple[str, dict[str, Any] | None]:
@@ -35,12 +46,12 @@ def step_prediction(prepared: PreparedRun, calibration: Path | None) -> tuple[st
 
 
 def predict_plan(
-    prepared: PreparedRun, machine: Machine, crowding: float, source: str
+    prepared: PreparedRun, machine: Machine, crowding: float, source: str, data: TrainingData | None = None
 ) -> tuple[str, dict[str, Any] | None]:
     """Return the predicted step of a plan on a machine, as ``step_prediction`` does."""
     plan = prepared.plan
     try:
-        ops = _trace_plan(prepared)
+        ops = _trace_plan(prepared, data)
     except OrchestratorError:
         raise
     except Exception as error:  # a model that cannot be traced without data has a plan, but no prediction
@@ -63,21 +74,23 @@ def predict_plan(
     if plan.precision.value == "fp8":
         notes += "; products in fp8 are predicted as in bf16, and faster"
     line = f"step time: {_prediction_text(prediction)} (predicted from {source}{notes})"
-    return line, prediction.to_json() | {"memory": plan.memory.to_json(), "source": source}
+    return line, prediction.to_json() | {"source": source}
 
 
-def _trace_plan(prepared: PreparedRun) -> MicroBatchOps:
+def _trace_plan(prepared: PreparedRun, data: TrainingData | None) -> MicroBatchOps:
     plan = prepared.plan
     on_gpu = plan.device.value != "cpu"
     precision = plan.precision.value
+    hosts = hosts_of_group(plan) if plan.strategy_facts.divides_experts else 1
     # Experts of one size are computed in one operation on the CPU, and where the GPU has a kernel
     # for it.
     capabilities = [gpu.capability for gpu in prepared.inventory.gpus]
     grouped = not on_gpu or (precision in BF16_PRECISIONS and min(capabilities) >= (9, 0))
-    facts = prepared.facts
-    chunks = plan.exchange_chunks.value
-    ops = facts.passes.trace(plan.batch_size.value, plan.pass_form, grouped, chunks)
-    if plan.pass_form.hosts == 1 and plan.expert_replicas.value > 1:
+    facts = planned_facts(prepared.resolved.config, prepared.facts, plan)
+    recompute = plan.activation_checkpointing.value
+    tracer = make_tracer(prepared.task, facts, on_gpu, precision, grouped, recompute, data)
+    ops = tracer(plan.batch_size.value, hosts, plan.exchange_chunks.value, plan.workers.value == 1)
+    if hosts == 1 and plan.expert_replicas.value > 1:
         # Each host has all experts, and they are still not of the part that all hosts reduce.
         frozen_bytes = round(ops.frozen_bytes * facts.frozen_experts / max(1, ops.frozen))
         return replace(
@@ -87,6 +100,37 @@ def _trace_plan(prepared: PreparedRun) -> MicroBatchOps:
             frozen_expert_bytes=frozen_bytes,
         )
     return ops
+
+
+def make_tracer(
+    task: Task,
+    facts: ModelFacts,
+    on_gpu: bool,
+    precision: PrecisionName,
+    grouped: bool,
+    recompute: bool,
+    data: TrainingData | None = None,
+) -> Tracer:
+    """Return a function that traces a micro-batch of the task; each combination is traced once.
+
+    ``facts`` have the settings that take or save memory; their copies of weights are those of one device
+    that computes alone. All traces share ``data``."""
+    from orchestrator.measure.tracing.fake_batches import TrainingData
+    from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
+
+    shared = data or TrainingData(task)
+    recompute_experts = facts.recomputes_experts
+
+    @cache
+    def trace(samples: int, hosts: int, chunks: int, alone: bool) -> MicroBatchOps:
+        copies = alone and facts.copied_experts > 0
+        options = TraceOptions(
+            on_gpu, precision, grouped, hosts, chunks, recompute, recompute_experts, copies
+        )
+        ops = trace_micro_batch(task, samples, options, shared)
+        return replace(ops, moments=facts.moments, averages=facts.averages)
+
+    return trace
 
 
 def _describe_machine(

@@ -14,14 +14,15 @@ from rich.text import Text
 from orchestrator.cli.calibrate import find_calibration
 from orchestrator.cli.cluster_plan import ASSUMED_NODE, plan_on_cluster
 from orchestrator.cli.plan_tables import print_plan
+from orchestrator.cli.predict import Tracer, make_tracer
 from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.compute import with_memory_settings, with_weight_copies
 from orchestrator.plan.cost.cluster_spec import ClusterSpec, machine_of, nodes_of, parse_cluster
 from orchestrator.plan.cost.devices import known_gpu, short_name
-from orchestrator.plan.cost.machine import DeviceCosts, Machine
-from orchestrator.plan.cost.model import HOST_OVERHEAD
+from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
+from orchestrator.plan.cost.model import HOST_OVERHEAD, predicted_memory
 from orchestrator.plan.cost.scaling import (
     IMBALANCE,
     ScalingJob,
@@ -29,11 +30,11 @@ from orchestrator.plan.cost.scaling import (
     by_kind,
     scaling_rows,
 )
-from orchestrator.plan.estimate import MemoryEstimate, ModelFacts, ModelSharding, estimate_memory, pass_form
+from orchestrator.plan.estimate import ModelFacts
 from orchestrator.types import BF16_PRECISIONS, PrecisionName, bytes_text, counted, seconds_text, speed_text
 
 if TYPE_CHECKING:
-    from orchestrator.plan.ops import MicroBatchOps
+    from orchestrator.measure.tracing.fake_batches import TrainingData
     from orchestrator.tasks.task import Task
 
 COLUMNS = (
@@ -57,16 +58,18 @@ def show_cluster(
     resolved: Resolved, text: str, calibration: Path | None, as_json: bool, show_all: bool = False
 ) -> int:
     """Print the plan and the predicted scaling table of the cluster that a text describes."""
+    from orchestrator.measure.tracing.fake_batches import TrainingData
     from orchestrator.tasks.load import load_task
 
     spec = parse_cluster(text)
     with Console(stderr=True).status("tracing the model …") as status:
         task = load_task(resolved.config)
+        data = TrainingData(task)
         machine, source = _cluster_machine(spec, calibration)
-        planned = plan_on_cluster(resolved, task, spec, machine, source)
+        planned = plan_on_cluster(resolved, task, spec, machine, source, data)
         status.update("predicting the scaling …")
         recompute = planned.prepared.plan.activation_checkpointing.value
-        job = _cluster_job(resolved.config, task, planned.prepared.facts, spec, machine, recompute)
+        job = _cluster_job(resolved.config, task, planned.prepared.facts, spec, machine, recompute, data)
         rows = scaling_rows(job, machine)
     from orchestrator.run.prepared_run import plan_json
 
@@ -175,6 +178,7 @@ def _cluster_job(
     spec: ClusterSpec,
     machine: Machine,
     recompute: bool,
+    data: TrainingData | None = None,
 ) -> ScalingJob:
     from orchestrator.measure.tracing.step_trace import experts_of
 
@@ -183,30 +187,17 @@ def _cluster_job(
     grouped = precision in BF16_PRECISIONS and gpu.capability >= (9, 0)
     facts = with_memory_settings(config, facts)
     alone = with_weight_copies(config, facts, 1, _DEVICE, precision)
-
-    def facts_on(sharding: ModelSharding) -> ModelFacts:
-        return alone if sharding.workers == 1 else facts
-
-    def trace(samples: int, sharding: ModelSharding, chunks: int) -> MicroBatchOps:
-        form = pass_form(facts_on(sharding), recompute, sharding)
-        return facts.passes.trace(samples, form, grouped, chunks)
-
-    def memory(samples: int, sharding: ModelSharding, single_pass: bool) -> MemoryEstimate:
-        limit = machine.device.memory_bytes
-        return estimate_memory(facts_on(sharding), samples, recompute, limit, sharding, single_pass)
-
+    tracer = make_tracer(task, alone, True, precision, grouped, recompute, data)
     batch = config.batch.batch_size
     if isinstance(batch, int):
         batch = facts.at_most(batch)
     else:
-        batch = _power_of_two(facts.at_most(_MAX_DEFAULT_BATCH))
-        limit = config.batch.gpu_memory_fraction * machine.device.memory_bytes
-        while batch > 1 and memory(batch, ModelSharding(), True).total > limit:
-            batch //= 2
+        most = facts.at_most(_MAX_DEFAULT_BATCH)
+        batch = _largest_fitting_batch(tracer, machine.device, most, config.batch.gpu_memory_fraction)
     global_batch = facts.at_most(config.batch.global_batch_size or _strong_batch(batch, facts))
     units = getattr(task, "units_per_sample", 1)
     tf32 = gpu.capability >= (8, 0) and config.device.tf32 != "off"
-    return ScalingJob(trace, memory, batch, global_batch, experts_of(task), units, tf32, facts.samples)
+    return ScalingJob(tracer, batch, global_batch, experts_of(task), units, tf32, facts.samples)
 
 
 def _strong_batch(micro_batch: int, facts: ModelFacts) -> int:
@@ -230,6 +221,15 @@ def _precision(config: Config, capability: tuple[int, int]) -> PrecisionName:
     return "bf16" if capability >= (8, 0) else "fp16"
 
 
+def _largest_fitting_batch(tracer: Tracer, device: DeviceCosts, most: int, memory_fraction: float) -> int:
+    """Return the largest power of two, up to ``most``, whose step fits into the memory."""
+    batch = _power_of_two(most)
+    limit = memory_fraction * device.memory_bytes
+    while batch > 1 and predicted_memory(tracer(batch, 1, 1, False), device, Parallelism()).total > limit:
+        batch //= 2
+    return batch
+
+
 def _power_of_two(most: int) -> int:
     """Return the largest power of two up to ``most``, which is 1 or more."""
     return 1 << (most.bit_length() - 1)
@@ -251,7 +251,7 @@ def _scaling_table(title: str, rows: list[ScalingRow], spec: ClusterSpec) -> Tab
         justify = "left" if column in _LEFT_ALIGNED else "right"
         table.add_column(column, no_wrap=column != "made of", justify=justify)
     for row in rows:
-        style = "" if row.memory.fits else "red"
+        style = "" if row.predicted.memory.fits else "red"
         table.add_row(*scaling_cells(row, spec), style=style)
     return table
 
@@ -259,7 +259,7 @@ def _scaling_table(title: str, rows: list[ScalingRow], spec: ClusterSpec) -> Tab
 def scaling_cells(row: ScalingRow, spec: ClusterSpec) -> list[str]:
     """Return a row of the table."""
     prediction = row.predicted
-    memory = row.memory
+    memory = prediction.memory
     accumulation = f"×{row.micro_batches}" if row.micro_batches > 1 else ""
     excess = "" if memory.fits else f" > {bytes_text(memory.limit or 0)} of a {spec.gpu.upper()}"
     return [

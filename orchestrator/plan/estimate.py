@@ -4,62 +4,23 @@ runs. Pure."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from experts.copy_costs import held_bytes
-from orchestrator.plan.ops import MicroBatchOps
 from orchestrator.types import MEMORY_PARTS
 
 ShardingForm = Literal["none", "zero2", "zero3", "experts"]
 
 _FP32_BYTES = 4
 _COPY_BYTES = 2  # of a weight in bf16
-
-
-@dataclass(frozen=True)
-class PassForm:
-    """The settings of a forward and backward pass that its memory depends on."""
-
-    hosts: int = 1
-    """Hosts that together hold every expert once."""
-    recompute: bool = False
-    """Blocks are recomputed in the backward pass."""
-    recompute_experts: bool = False
-    """Experts are, where blocks are not."""
-    keeps_copies: bool = False
-    """The optimizer keeps copies of large experts' weights in bf16."""
-    sums_copies: bool = False
-    """Hosts sum copies of the gradients that all of them have."""
-
-
-@dataclass(frozen=True)
-class PassMemory:
-    """Most bytes alive at once in a forward and backward pass, apart from weights and optimizer state."""
-
-    beside_gradients: float
-    """More than the gradients of all weights, which exist when the pass ends."""
-    without_gradients: float
-    """Without any gradients: those of earlier passes are all alive next to it, those of shards elsewhere."""
-
-    def towards(self, other: PassMemory, share: float) -> PassMemory:
-        """Return the memory on the line from this to another, at a share of the way."""
-        return PassMemory(
-            max(0.0, self.beside_gradients + share * (other.beside_gradients - self.beside_gradients)),
-            max(0.0, self.without_gradients + share * (other.without_gradients - self.without_gradients)),
-        )
-
-
-class Passes(Protocol):
-    """The passes of a model for one device and one precision."""
-
-    def memory(self, samples: int, form: PassForm) -> PassMemory:
-        """Return the memory of a pass over so many samples."""
-        ...
-
-    def trace(self, samples: int, form: PassForm, grouped: bool = True, chunks: int = 1) -> MicroBatchOps:
-        """Return the operations of a pass. ``grouped`` experts of one size run in one operation."""
-        ...
+# The backward pass needs the gradient of the largest activation, and half as much again for a copy
+# of it in another precision.
+_BACKWARD_FACTOR = 1.5
+# The token exchange holds a layer's rows to send and to receive, each about as large as the
+# largest activation. A token has at most one row for each of its experts, however many hosts there
+# are.
+_EXCHANGE_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +37,18 @@ class ModelFacts:
     blocks: int
     flops_per_sample: float
     """FLOP of one forward pass."""
-    passes: Passes = field(compare=False, repr=False)
+    activation_bytes: float
+    """Bytes per sample that are saved for the backward pass."""
+    activation_base: float
+    """Bytes saved for the backward pass whatever the batch size, such as low-precision copies of
+    weights."""
+    block_bytes: float
+    """The part of ``activation_bytes`` inside repeated blocks."""
+    block_input_bytes: float
+    """Bytes per sample that remain of ``block_bytes`` when blocks are recomputed: the blocks'
+    inputs."""
+    largest_bytes: float
+    """Bytes per sample of the largest single activation."""
     samples: int | None
     """Training samples; None if only reading them all would tell."""
     validation_samples: int | None
@@ -114,6 +86,12 @@ class ModelFacts:
     """Tensors of the optimizer's state for each trained parameter: AdamW has two."""
     averages: float = 0.0
     """Averages of the weights (EMA) for each trained parameter."""
+    expert_bytes: float = 0.0
+    """The part of ``activation_bytes`` inside experts, without their inputs."""
+    expert_input_bytes: float = 0.0
+    """Bytes per sample of inputs of experts that are saved only if the experts are recomputed."""
+    expert_base: float = 0.0
+    """The part of ``activation_base`` inside experts: copies of their weights for one pass."""
     recomputes_experts: bool = False
     """Whether experts are recomputed in the backward pass, where blocks are not."""
     large_experts: int = 0
@@ -127,10 +105,6 @@ class ModelFacts:
     """The batch size of the user's DataLoader, if the data is one."""
     loader_processes: int | None = None
     """The processes of the user's DataLoader, if the data is one."""
-    growth: float = 0.0
-    """Parameters of experts that may be born, as a share of those that were traced."""
-    workspace_bytes: float = 0.0
-    """Memory that the device's libraries take for themselves."""
     fp8_obstacle: str = ""
     """Why the experts cannot compute in fp8; empty if they can."""
     has_data_tasks: bool = False
@@ -208,25 +182,6 @@ class ModelSharding:
         """Workers that hold a share of the batch."""
         return 1 if self.primary else self.workers
 
-    @property
-    def group_size(self) -> int:
-        """Workers that together hold every expert once; 1 if each has the whole model."""
-        return max(1, self.workers // self.expert_replicas) if self.form == "experts" else 1
-
-    @property
-    def divides_gradients(self) -> bool:
-        return (self.dense if self.form == "experts" else self.form) != "none"
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether each of several workers has a whole model. DDP's buckets hold gradients at all times."""
-        return self.form == "none" and self.workers > 1
-
-    @property
-    def sums_copies(self) -> bool:
-        """Whether hosts sum copies of gradients."""
-        return self.form == "experts" and self.workers > 1 and self.dense == "none"
-
 
 def estimate_memory(
     facts: ModelFacts,
@@ -238,58 +193,49 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return the memory that a step needs on each worker's device.
 
-    It holds weights, gradients, the optimizer's state, and the activations of a micro-batch. Without
+    It holds weights, gradients, the optimizer's state, and the activations of a micro-batch. Recomputed
+    blocks, or experts, keep their inputs, and the activations of one block, or layer, at a time. Without
     ``sharding`` the device holds everything. ``single_pass`` says that a step is one micro-batch: the
     gradients of copied weights then have the type of the copies, all others are fp32.
     """
     sharding = sharding or ModelSharding()
+    per_sample = facts.activation_bytes + _BACKWARD_FACTOR * facts.largest_bytes
+    weight_copies = weight_copy_bytes(facts.copied_experts)
+    # A kept copy takes the place of the copy of a pass.
+    expert_base = max(0.0, facts.expert_base - weight_copies)
+    base = facts.activation_base - facts.expert_base
+    if recompute and facts.blocks:
+        per_sample += facts.block_input_bytes + facts.block_bytes * (1 / facts.blocks - 1)
+        base = (base + expert_base) / facts.blocks
+    elif facts.recomputes_experts and not recompute and facts.moe_layers:
+        per_sample += facts.expert_input_bytes + facts.expert_bytes * (1 / facts.moe_layers - 1)
+        base += expert_base / facts.moe_layers
+    else:
+        base += expert_base
+    if sharding.form == "experts" and sharding.workers > 1:
+        per_sample += _EXCHANGE_FACTOR * facts.largest_bytes
+        # Low-precision copies of weights, for the most part: those of remote experts are elsewhere.
+        base *= _local_parameters(facts, sharding, facts.parameters, 0)[0].of(1.0) / max(1, facts.parameters)
     gate_trainable = min(facts.trainable, facts.gate_parameters)
-    shares = _StateShares.of(sharding, facts)
+    dense = _StateShares.of(sharding, facts)
     parameters, trainable = _local_parameters(
         facts, sharding, facts.parameters - facts.gate_parameters, facts.trainable - gate_trainable
     )
-    gate_state = gate_trainable * (shares.gradients + (facts.moments + facts.averages) * shares.moments)
+    gate_state = gate_trainable * (dense.gradients + (facts.moments + facts.averages) * dense.moments)
     short_gradients = saved_gradient_bytes(facts.copied_experts) if single_pass else 0.0
-    activations = _pass_bytes(facts, micro_batch, recompute, sharding, single_pass)
+    activations = base + per_sample * micro_batch
     if sharding.copies:
         # Gradients of copies are summed after the backward pass, which has freed its activations.
         activations = max(activations, held_bytes(_FP32_BYTES * trainable.experts))
     return MemoryEstimate(
-        parameters=parameters.of(shares.parameters) * facts.weight_bytes,
-        weight_copies=weight_copy_bytes(facts.copied_experts),
-        gradients=trainable.of(shares.gradients) * _FP32_BYTES - short_gradients,
-        optimizer=trainable.of(shares.moments) * _FP32_BYTES * facts.moments,
-        average=trainable.of(shares.moments) * _FP32_BYTES * facts.averages,
-        activations=activations + facts.workspace_bytes,
-        gate=facts.gate_parameters * facts.weight_bytes * shares.parameters + gate_state * _FP32_BYTES,
+        parameters=parameters.of(dense.parameters) * facts.weight_bytes,
+        weight_copies=weight_copies,
+        gradients=trainable.of(dense.gradients) * _FP32_BYTES - short_gradients,
+        optimizer=trainable.of(dense.moments) * _FP32_BYTES * facts.moments,
+        average=trainable.of(dense.moments) * _FP32_BYTES * facts.averages,
+        activations=activations,
+        gate=facts.gate_parameters * facts.weight_bytes * dense.parameters + gate_state * _FP32_BYTES,
         limit=limit_bytes,
-    )
-
-
-def _pass_bytes(
-    facts: ModelFacts, micro_batch: int, recompute: bool, sharding: ModelSharding, single_pass: bool
-) -> float:
-    """Return the most that is alive beside weights, gradients and the optimizer's state."""
-    form = pass_form(facts, recompute, sharding)
-    memory = facts.passes.memory(micro_batch, form)
-    most = memory.beside_gradients
-    if not single_pass or sharding.divides_gradients or sharding.is_replicated:
-        most = max(most, memory.without_gradients)
-    if facts.growth:
-        # Without samples it is mostly copies of the weights in low precision.
-        most += facts.growth * facts.passes.memory(0, form).without_gradients
-    return most
-
-
-def pass_form(facts: ModelFacts, recompute: bool, sharding: ModelSharding) -> PassForm:
-    """Return the form of a run's passes."""
-    recomputes_blocks = recompute and facts.blocks > 0
-    return PassForm(
-        hosts=sharding.group_size,
-        recompute=recomputes_blocks,
-        recompute_experts=facts.recomputes_experts and not recomputes_blocks,
-        keeps_copies=facts.copied_experts > 0,
-        sums_copies=sharding.sums_copies,
     )
 
 
@@ -327,7 +273,8 @@ def _local_parameters(
         return _LocalParameters(parameters, 0.0), _LocalParameters(trainable, 0.0)
     expert_parameters = min(facts.expert_parameters, parameters)
     dense_parameters = parameters - expert_parameters
-    share = -(-facts.experts // sharding.group_size) / facts.experts
+    hosts_of_group = max(1, sharding.workers // sharding.expert_replicas)
+    share = -(-facts.experts // hosts_of_group) / facts.experts
     trained_experts = min(facts.trained_experts, trainable)
     return (
         _LocalParameters(dense_parameters, expert_parameters * share),

@@ -119,7 +119,9 @@ def grown(facts: ModelFacts, experts: int) -> ModelFacts:
         expert_parameters=facts.expert_parameters + new_weights,
         gate_parameters=facts.gate_parameters + new_gate,
         experts=experts,
-        growth=new_parameters / max(1, facts.parameters),
+        # It is mostly copies of the weights in low precision.
+        activation_base=facts.activation_base * (1 + new_parameters / max(1, facts.parameters)),
+        expert_base=facts.expert_base * (1 + new_parameters / max(1, facts.parameters)),
         large_experts=round(facts.large_experts * (1 + new_weights / max(1, facts.expert_parameters))),
     )
 

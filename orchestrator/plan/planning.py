@@ -26,11 +26,9 @@ from orchestrator.plan.device import choose_threads, gpu_of, share_cores
 from orchestrator.plan.estimate import (
     MemoryEstimate,
     ModelFacts,
-    PassForm,
     ShardingForm,
     estimate_memory,
     flops_per_step,
-    pass_form,
 )
 from orchestrator.plan.evolution import Growth, choose_rebalance, choose_replicas
 from orchestrator.plan.experts import (
@@ -97,7 +95,6 @@ class Plan:
     """None if the data does not tell its number of samples, and no limit is set."""
     log_every: Choice[int]
     memory: MemoryEstimate
-    pass_form: PassForm
     flops_per_step: float
     evolution_rules: EvolutionRules | None = None
     """When experts are born, merged and pruned; None if they stay as they are."""
@@ -265,7 +262,6 @@ def _complete_plan(
         memory=estimate_memory(
             facts, batch, recompute, setup.limit_bytes, model_sharding, batching.accumulation.value == 1
         ),
-        pass_form=pass_form(facts, recompute, model_sharding),
         flops_per_step=flops,
         evolution_rules=growth.rules,
     )

@@ -88,7 +88,7 @@ def plan_json(prepared: PreparedRun) -> dict[str, Any]:
         **prepared.plan.to_json(),
         "settings": settings,
         "hardware": prepared.inventory.to_json(),
-        "model": {name: getattr(facts, name) for name in facts.__dataclass_fields__ if name != "passes"},
+        "model": {name: getattr(facts, name) for name in facts.__dataclass_fields__},
     }
 
 

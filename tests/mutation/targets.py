@@ -95,7 +95,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "orchestrator/plan/cost/devices.py": ("cost/test_scaling.py",),
     "orchestrator/plan/cost/interpolate.py": ("cost/test_model.py",),
     "orchestrator/plan/cost/machine.py": ("cost/test_model.py", "test_traffic.py"),
-    "orchestrator/plan/ops.py": ("cost/test_model.py", "test_step_trace.py"),
+    "orchestrator/plan/cost/ops.py": ("cost/test_model.py", "test_step_trace.py"),
     "orchestrator/runtime/expert_parallel/states.py": ("test_run_without_ray.py", "test_run_segments.py"),
 }
 """More tests of a module, by the end of their paths: each names one file below ``tests/``."""

@@ -9,7 +9,6 @@ import pytest
 
 from harness.fakes.batch_plans import batches, memory_of, shared, sizes
 from harness.fakes.inventories import model
-from harness.fakes.linear_passes import LinearPasses
 from orchestrator.config.settings import Config
 from orchestrator.plan.batching import MEMORY_CLASSES, Batching, plan_batches
 from orchestrator.plan.estimate import estimate_memory
@@ -147,7 +146,13 @@ def test_accumulation_alone_does_not_force_a_batch_that_cannot_fit():
 
 
 def test_recomputation_is_the_last_resort():
-    facts = model(blocks=16, passes=LinearPasses(4.0 * GIB, 0.25 * GIB))
+    facts = model(
+        activation_bytes=4.0 * GIB,
+        block_bytes=4.0 * GIB,
+        blocks=16,
+        block_input_bytes=1.0 * MIB,
+        largest_bytes=0.0,
+    )
     assert not batches(facts, limit_bytes=8.0 * GIB).recompute.value
     tight = batches(facts, limit_bytes=1.0 * GIB)
     assert tight.recompute.value
@@ -159,10 +164,14 @@ def test_recomputation_is_the_last_resort():
 
 
 def test_recomputation_is_not_turned_on_where_it_cannot_help():
-    heavy = LinearPasses(4.0 * GIB, 4.0 * GIB)
-    no_blocks = batches(model(passes=heavy, blocks=0), limit_bytes=1.0 * GIB).recompute
+    heavy: dict[str, Any] = {
+        "activation_bytes": 4.0 * GIB,
+        "block_bytes": 4.0 * GIB,
+        "block_input_bytes": 1.0 * MIB,
+    }
+    no_blocks = batches(model(**heavy, blocks=0), limit_bytes=1.0 * GIB).recompute
     assert (no_blocks.value, "no blocks" in no_blocks.reason) == (False, True)
-    one_block = batches(model(passes=heavy, blocks=1), limit_bytes=1.0 * GIB).recompute
+    one_block = batches(model(**heavy, blocks=1), limit_bytes=1.0 * GIB).recompute
     assert (one_block.value, "would not reduce it" in one_block.reason) == (False, True)
 
 
@@ -225,7 +234,7 @@ def test_the_reason_of_a_batch_has_the_memory_of_the_plan(given: dict[str, Any],
 
 def test_one_pass_may_fit_where_fewer_samples_do_not() -> None:
     """The short gradients of one pass save more than the last samples need."""
-    facts = model(copied_experts=600_000, passes=LinearPasses(1000.0))
+    facts = model(copied_experts=600_000, activation_bytes=1000.0, largest_bytes=0.0)
     limit_bytes = estimate_memory(facts, 64, False, None, single_pass=True).total
     assert not estimate_memory(facts, 63, False, limit_bytes).fits
     assert sizes(batches(facts, limit_bytes=limit_bytes)) == (64, 1, 64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,19 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.fakes.inventories import model, models
-from harness.fakes.linear_passes import LinearPasses
 from orchestrator.plan.estimate import (
     MemoryEstimate,
     ModelFacts,
     ModelSharding,
-    PassForm,
-    PassMemory,
     ShardingForm,
     estimate_memory,
     flops_per_step,
     largest_fitting,
 )
-from orchestrator.types import GIB, MIB
+from orchestrator.types import GIB, KIB, MIB
 
 limits = st.one_of(st.none(), st.floats(0, 400.0 * GIB))
 
@@ -83,58 +80,31 @@ def test_only_activations_grow_with_the_batch():
     assert nine.activations - one.activations >= 8 * MIB
 
 
-def test_a_model_without_blocks_recomputes_none():
-    assert estimate(model(), 64, recompute=True).activations < 0.5 * estimate(model(), 64).activations
+def test_recomputation_saves_less_if_there_are_several_blocks():
+    facts = model(blocks=4, block_input_bytes=32.0 * KIB)
+    recomputed = estimate(facts, 64, recompute=True)
+    assert recomputed.activations < 0.5 * estimate(facts, 64).activations
     no_blocks = model(blocks=0)
     assert estimate(no_blocks, 64, recompute=True) == estimate(no_blocks, 64)
 
 
-@dataclass(frozen=True)
-class TwoPeaks(LinearPasses):
-    """A pass that needs 500 bytes beside all gradients, and 2,000 while there are none yet."""
-
-    def memory(self, samples: int, form: PassForm) -> PassMemory:
-        del samples, form
-        return PassMemory(500.0, 2000.0)
-
-
-@pytest.mark.parametrize(
-    ("sharding", "single_pass", "activations"),
-    [
-        (ModelSharding(), True, 500),
-        (ModelSharding(), False, 2000),  # gradients of the first pass are alive in the second one
-        (ModelSharding(2), True, 2000),  # DDP's buckets hold all gradients at all times
-        (ModelSharding(2, "zero2"), True, 2000),  # those of shards are counted apart
-        (ModelSharding(2, "experts"), True, 500),
-        (ModelSharding(2, "experts", dense="zero2"), True, 2000),
-    ],
-)
-def test_gradients_are_alive_when_a_pass_begins(sharding: ModelSharding, single_pass: bool, activations: int):
-    needed = estimate_memory(model(passes=TwoPeaks()), 1, False, None, sharding, single_pass)
-    assert needed.activations == activations
-
-
-def test_the_workspace_of_libraries_is_counted():
-    larger = estimate(model(workspace_bytes=1000.0))
-    assert larger.activations == estimate(model()).activations + 1000
-
-
-@pytest.mark.parametrize(("single_pass", "gradients"), [(True, 4 * 1000 - 2 * 600), (False, 4000)])
-def test_copies_of_weights_are_counted_with_their_gradients(single_pass: bool, gradients: int):
-    """600 of 1,000 parameters have copies in bf16. Gradients of one pass have their type."""
-    facts = model(parameters=1000, trainable=1000, gate_parameters=0, copied_experts=600)
-    needed = estimate_memory(facts, 1, False, None, single_pass=single_pass)
-    assert (needed.weight_copies, needed.gradients) == (1200, gradients)
-
-
-def test_the_state_of_the_optimizer_and_an_average_are_counted():
-    facts = model(parameters=1000, trainable=1000, gate_parameters=0, moments=1.0, averages=1.0)
-    assert (estimate(facts).optimizer, estimate(facts).average) == (4000.0, 4000.0)
-
-
-def test_frozen_weights_take_the_bytes_that_they_are_stored_in():
-    facts = model(parameters=1000, trainable=100, gate_parameters=0, weight_bytes=2.2)
-    assert (estimate(facts).parameters, estimate(facts).optimizer) == (2200, 800)
+def test_activations_by_hand():
+    """Each sample needs 1,000 bytes and 1.5 times the largest tensor; recomputation keeps a quarter of
+    the 800 bytes of four blocks, and their inputs."""
+    facts = model(
+        blocks=4,
+        activation_bytes=1000.0,
+        activation_base=100.0,
+        block_bytes=800.0,
+        block_input_bytes=16.0,
+        largest_bytes=40.0,
+    )
+    assert estimate(facts, 3).activations == 100 + 3 * 1060
+    assert estimate(facts, 3, recompute=True).activations == 25 + 3 * (1060 + 16 - 600)
+    on_hosts = estimate(facts, 3, sharding=ModelSharding(2, "experts"))
+    local = (facts.parameters - facts.expert_parameters / 2) / facts.parameters
+    assert on_hosts.activations == pytest.approx(100 * local + 3 * (1060 + 80))
+    assert estimate(facts, 3, sharding=ModelSharding(2, "zero2")).activations == 100 + 3 * 1060
 
 
 def test_a_frozen_gate_has_neither_gradients_nor_moments():
@@ -205,7 +175,7 @@ def test_gates_are_sharded_like_the_rest():
 
 def of_experts(hosts: int, **changes: Any) -> MemoryEstimate:
     """A million parameters, 600,000 of them in 8 experts, on the host with the most experts."""
-    facts = model(**({"gate_parameters": 0} | changes))
+    facts = model(**({"gate_parameters": 0, "largest_bytes": 0.0} | changes))
     return estimate(facts, sharding=ModelSharding(hosts, "experts"))
 
 
@@ -221,7 +191,8 @@ def test_a_host_holds_its_experts_and_the_dense_part(hosts: int, local_experts: 
 
 
 def test_one_host_costs_what_one_process_costs():
-    assert of_experts(1) == estimate(model(gate_parameters=0))
+    facts = model(gate_parameters=0, largest_bytes=1.0 * MIB)
+    assert of_experts(1, largest_bytes=1.0 * MIB) == estimate(facts)
 
 
 def test_gates_are_whole_on_every_host():
@@ -243,12 +214,16 @@ def test_frozen_experts_have_no_gradients():
     assert of_experts(4, trainable=300_000, frozen_experts=600_000).gradients == 4 * 300_000
 
 
-def test_the_passes_of_hosts_are_those_of_a_group():
-    assert of_experts(2).activations - of_experts(1).activations == LinearPasses().exchanged
-    assert ModelSharding(8, "experts", expert_replicas=2).group_size == 4
-    assert (
-        ModelSharding(8, "zero2").group_size == ModelSharding(2, "experts", expert_replicas=2).group_size == 1
-    )
+def test_the_token_exchange_needs_no_more_memory_with_more_hosts():
+    two_hosts = of_experts(2, largest_bytes=1.0 * MIB, activation_base=0.0)
+    many_hosts = of_experts(128, largest_bytes=1.0 * MIB, activation_base=0.0)
+    assert many_hosts.activations == two_hosts.activations
+
+
+def test_the_token_exchange_needs_memory_only_between_hosts():
+    two_hosts = of_experts(2, largest_bytes=1.0 * MIB, activation_base=0.0)
+    one_host = of_experts(1, largest_bytes=1.0 * MIB, activation_base=0.0)
+    assert two_hosts.activations - one_host.activations == 2 * MIB
 
 
 @settings(max_examples=200, deadline=None)

@@ -9,7 +9,6 @@ import pytest
 
 from experts.copy_costs import held_bytes
 from harness.fakes.inventories import gpu, machine, model, planned
-from harness.fakes.linear_passes import LinearPasses
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelSharding, estimate_memory
@@ -209,7 +208,7 @@ def test_each_group_holds_every_expert() -> None:
     grouped = estimate_memory(FACTS, 1, False, None, ModelSharding(4, "experts", expert_replicas=2))
     assert grouped == one
     assert plan.memory.parameters == one.parameters
-    bare = replace(FACTS, passes=LinearPasses(0.0, exchanged=0.0, base=0.0))
+    bare = replace(FACTS, activation_bytes=0.0, activation_base=0.0, largest_bytes=0.0)
     copied = estimate_memory(
         bare, 1, False, None, ModelSharding(4, "experts", expert_replicas=2, copies=True)
     )

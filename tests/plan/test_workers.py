@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from harness.fakes.inventories import cluster, gpu, machine, model
-from harness.fakes.linear_passes import LinearPasses
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, ShardingForm, estimate_memory
@@ -321,7 +320,7 @@ def test_the_least_sharding_that_lets_one_sample_fit_is_chosen():
 
 
 def test_recomputation_is_tried_before_sharding():
-    facts = model(blocks=8, passes=LinearPasses(8.0 * GIB, 1.0 * GIB))
+    facts = model(blocks=8, activation_bytes=8.0 * GIB, block_bytes=8.0 * GIB)
     limit_bytes = needed_bytes("none", facts) - 1
     assert chosen_sharding(limit_bytes, facts).value == "none"
     assert needed_bytes("none", facts, recompute=True) < limit_bytes

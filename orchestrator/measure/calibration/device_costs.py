@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ from orchestrator.plan.cost.calibration import Reference
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.machine import DeviceCosts
 from orchestrator.plan.inventory.hardware import Inventory
+from orchestrator.train.device.memory import free_cached
 
 ProgressCallback = Callable[[str], None]
 """Receives the name of what is measured next."""
@@ -75,7 +76,12 @@ def measure_device(
     progress("the host's overhead per operation")
     if not scope.on_gpu:
         return DeviceMeasurement(*with_overhead(costs, inventory, device, timer, scope.references))
-    return _with_whole_steps(costs, inventory, scope, timer, progress)
+    measured = _with_whole_steps(costs, inventory, scope, timer, progress)
+    del timer  # with its pools of operands
+    free_cached(device)
+    # The libraries' workspaces are all that is still allocated.
+    reserved_bytes = float(torch.cuda.memory_allocated(device))
+    return replace(measured, costs=replace(measured.costs, reserved_bytes=reserved_bytes))
 
 
 def _operation_costs(

@@ -34,8 +34,8 @@ from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_ba
 from orchestrator.plan.cost.calibration import Reference
 from orchestrator.plan.cost.machine import DeviceCosts, Machine
 from orchestrator.plan.cost.model import predict
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.plan.ops import MicroBatchOps
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Task

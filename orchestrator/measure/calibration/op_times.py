@@ -18,7 +18,7 @@ from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.measure.calibration.measured_sizes import DTYPES, MeasuredSizes
 from orchestrator.measure.calibration.timer import Timer
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, as_floats
-from orchestrator.plan.ops import MOVES, MoveKind
+from orchestrator.plan.cost.ops import MOVES, MoveKind
 from orchestrator.train.optim.gradient_norm import norm_of_gradients
 from orchestrator.train.optim.named_optimizers import build_adamw
 from orchestrator.train.optim.optimizer import ScheduledOptimizer, clip_factor

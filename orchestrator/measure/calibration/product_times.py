@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from orchestrator.measure.calibration.measured_sizes import DTYPES, MeasuredSizes
 from orchestrator.measure.calibration.timer import Timer
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid, as_floats
-from orchestrator.plan.ops import ProductLayout
+from orchestrator.plan.cost.ops import ProductLayout
 
 _LAYOUTS: tuple[ProductLayout, ...] = ("nn", "nt", "tn")
 

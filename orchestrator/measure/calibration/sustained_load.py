@@ -21,8 +21,8 @@ from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_ba
 from orchestrator.plan.cost.calibration import Reference
 from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.plan.ops import MicroBatchOps
 from orchestrator.plan.planning import plan
 from orchestrator.tasks.load import load_task
 from orchestrator.train.group.world import World

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,24 +35,22 @@ def fake_tensor_mode() -> Iterator[FakeTensorMode]:
 
 
 class TrainingData:
-    """The training data of a task for several traces: it is opened once, and each batch is read once."""
+    """The training data of a task for several traces.
+
+    Data in memory is read once. Other data is read for each trace: an iterator may end after the first.
+    """
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._batches: dict[int, Any] = {}
+        self._in_memory: Gatherable | None = None
 
-    @cached_property
-    def data(self) -> Any:
-        return as_dataset(self._task.train_data())
-
-    def first(self, count: int) -> Any:
-        """Return the first samples as a batch."""
-        if count not in self._batches:
-            try:
-                self._batches[count] = first_samples(self.data, count)
-            except UserError:  # an iterator may have ended
-                self._batches[count] = first_samples(as_dataset(self._task.train_data()), count)
-        return self._batches[count]
+    def read(self) -> Any:
+        if self._in_memory is not None:
+            return self._in_memory
+        data = as_dataset(self._task.train_data())
+        if isinstance(data, Gatherable):
+            self._in_memory = data
+        return data
 
 
 def first_samples(data: Any, count: int, split: str = "training") -> Any:

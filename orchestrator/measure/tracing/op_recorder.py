@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from orchestrator.measure.tracing.operator_sizes import (
     convolution_ops,
     is_attention,
 )
-from orchestrator.plan.ops import (
+from orchestrator.plan.cost.ops import (
     AttentionOp,
     MessageKind,
     MessageOp,
@@ -31,7 +31,7 @@ from orchestrator.plan.ops import (
     ProductOp,
 )
 
-_ALLOCATION_BYTES = 512  # a GPU's allocator rounds up to multiples
+_ALLOCATION_BYTES = 512  # allocators round up to multiples
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "logits": 0}  # with the index of the first factor
 _CONVOLUTIONS = {"convolution", "convolution_backward"}
 _OPERATIONS_OF_KIND: dict[MoveKind, tuple[str, ...]] = {
@@ -109,7 +109,7 @@ class OpRecorder(TorchDispatchMode):
 
     def __init__(self, on_gpu: bool = False) -> None:
         super().__init__()
-        self.on_gpu = on_gpu
+        self._on_gpu = on_gpu
         self._alive_bytes = 0.0
         self._known_storages: set[int] = set()
         self.restart()
@@ -125,7 +125,6 @@ class OpRecorder(TorchDispatchMode):
         self._peak_bytes = 0.0
         self._block_gradient_bytes = 0.0
         self._gradient_bytes = 0.0
-        self._copied_bytes = 0.0
         self._peak_without_block_gradients = 0.0
         self._peak_without_gradients = 0.0
         self._last_peak = 0.0
@@ -150,14 +149,15 @@ class OpRecorder(TorchDispatchMode):
             self._launches += own
             self._operations += not own
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._sorts += self.on_gpu and _sorts(name, inputs)
+            self._sorts += self._on_gpu and _sorts(name, inputs)
             if is_attention(name):
                 self._counts[attention_op(func, args, kwargs)] += 1
             elif name in _CONVOLUTIONS:
                 self._counts.update(convolution_ops(func, args, kwargs, output))
             else:
                 self._record(name, inputs, results)
-        self.track_memory(results)
+        for tensor in results:
+            self._track_memory(tensor)
         return output
 
     def _record(self, name: str, inputs: list[Tensor], results: list[Tensor]) -> None:
@@ -168,41 +168,25 @@ class OpRecorder(TorchDispatchMode):
             moved_bytes = sum(_touched_bytes(tensor) for tensor in (*inputs, *results))
             self._counts[MoveOp(_KINDS.get(name, "plain"), moved_bytes)] += 1
 
-    def track_memory(self, tensors: Iterable[Tensor]) -> None:
-        """Count the memory of these tensors until nothing holds it any more."""
-        for tensor in tensors:
-            self._track(tensor)
-
-    def _track(self, tensor: Tensor) -> None:
+    def _track_memory(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._known_storages:
             return
         self._known_storages.add(storage._cdata)
-        size = storage.nbytes()
-        if self.on_gpu:
-            size = -(-size // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
+        size = -(-storage.nbytes() // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
         self._alive_bytes += size
-        self._note_peaks()
-        weakref.finalize(storage, self._forget_storage, storage._cdata, size)
-
-    def _note_peaks(self) -> None:
-        alive = self._alive_bytes + self._copied_bytes
-        self._peak_bytes = max(self._peak_bytes, alive)
-        of_pass = alive - self._gradient_bytes
+        self._peak_bytes = max(self._peak_bytes, self._alive_bytes)
+        of_pass = self._alive_bytes - self._gradient_bytes
         self._peak_without_gradients = max(self._peak_without_gradients, of_pass)
-        without_block_gradients = alive - self._block_gradient_bytes
+        without_block_gradients = self._alive_bytes - self._block_gradient_bytes
         self._peak_without_block_gradients = max(self._peak_without_block_gradients, without_block_gradients)
         self._last_peak = max(self._last_peak, without_block_gradients)
+        weakref.finalize(storage, self._forget_storage, storage._cdata, size)
 
     def _forget_storage(self, address: int, size: float) -> None:
         # A later storage may have the same address.
         self._known_storages.discard(address)
         self._alive_bytes -= size
-
-    def record_gradient_copies(self, size_bytes: float) -> None:
-        """Record that gradients were copied into a bucket, which stays alive to the end."""
-        self._copied_bytes += size_bytes
-        self._note_peaks()
 
     def record_gradient(self, parameter: Tensor) -> None:
         """Record that the gradient of a parameter is complete. It stays alive to the end."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.plan.ops import AttentionOp, ProductOp
+from orchestrator.plan.cost.ops import AttentionOp, ProductOp
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _ATTENTION = "_scaled_dot_product"  # begins the names of fused attention on any device

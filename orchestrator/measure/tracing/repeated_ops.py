@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.measure.tracing.op_recorder import MemoryPeaks
-from orchestrator.plan.ops import MicroBatchOps
+from orchestrator.plan.cost.ops import MicroBatchOps
 
 _OPS = ("products", "attentions", "moves", "messages")
-_COUNTS = ("operations", "launches", "sorts", "views", "forward_flops")
+_COUNTS = ("operations", "launches", "sorts", "views")
 
 
 @dataclass(frozen=True)

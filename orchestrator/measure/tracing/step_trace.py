@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.moe.bank import ExpertBank
-from orchestrator.measure.tracing.fake_batches import TrainingData, fake_tensor_mode, to_fake
+from orchestrator.measure.tracing.fake_batches import TrainingData, fake_tensor_mode, first_samples, to_fake
 from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.measure.tracing.repeated_blocks import trace_few_blocks
@@ -29,15 +29,11 @@ from orchestrator.measure.tracing.traced_experts import (
     divide_experts,
     record_experts,
 )
-from orchestrator.plan.ops import MicroBatchOps
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task
-from orchestrator.tasks.token_loss import counting_gradient_flop
-from orchestrator.tasks.user_code import user_code
-from orchestrator.tasks.validate import as_loss, build_checked_model, check_trainable, check_updates_declared
-from orchestrator.train.device.batches import tensors_of
+from orchestrator.tasks.validate import as_loss, build_checked_model
 from orchestrator.train.device.precision import autocast, store_frozen
 from orchestrator.train.device.recompute import block_lists, recompute_blocks
-from orchestrator.train.strategies.buckets import BUCKET_MB, gradient_buckets
 from orchestrator.types import PrecisionName
 
 _CPU = torch.device("cpu")
@@ -60,8 +56,6 @@ class TraceOptions:
     """Experts are, where blocks are not."""
     keeps_copies: bool = False
     """The optimizer keeps copies of large experts' weights in bf16."""
-    sums_copies: bool = False
-    """Hosts sum copies of the gradients that all of them have."""
 
 
 def trace_micro_batch(
@@ -72,44 +66,31 @@ def trace_micro_batch(
     With several hosts they are those of the first host. Each host has ``samples``, and the tokens
     are spread evenly over the experts. ``data`` may have been read by an earlier trace.
     """
-    return trace_model(task, samples, options or TraceOptions(), data or TrainingData(task))[0]
-
-
-def trace_model(
-    task: Task, samples: int, options: TraceOptions, data: TrainingData, fake: bool = True
-) -> tuple[MicroBatchOps, nn.Module]:
-    """Return the operations as ``trace_micro_batch`` does, and the model. Unless ``fake``, it computes on
-    the CPU with real tensors."""
-    batch = data.first(samples)
-    with ExitStack() as stack:
-        mode = stack.enter_context(fake_tensor_mode()) if fake else None
-        with user_code("building the model"):
-            model = build_checked_model(task)
+    options = options or TraceOptions()
+    data = data or TrainingData(task)
+    batch = first_samples(data.read(), samples)
+    with fake_tensor_mode() as mode, ExitStack() as stack:
+        model = build_checked_model(task)
         store_frozen(model, options.precision)
         model.train()
         recorder = OpRecorder(options.on_gpu)
         context = divide_experts(model, options.hosts, options.chunks, recorder)
         copies = copies_of_stacks(model) if options.keeps_copies else NO_COPIES
+        record_experts(model, options.grouped, recorder, copies)
         for _, layer in moe_layers(model):
             layer.bank.recomputes = options.recompute_experts and not options.recompute
         if options.recompute:
             recompute_blocks(model, context)
-        if mode is not None:
-            record_experts(model, options.grouped, recorder, copies)
-            batch = to_fake(mode, batch, _CPU)
         if options.on_gpu:
             stack.enter_context(emulated_gpu(options.precision, recorder))
         recorder.ignore_memory_of([*model.parameters(), *model.buffers(), *copies.values()])
-        recorder.track_memory(tensors_of(batch))
-        own_experts = _expert_parameters(model) if options.hosts > 1 else []
-        if options.sums_copies:
-            _record_buckets(model, recorder)
-        run = _StepRun(task, model, batch, samples, options.precision, recorder, copies)
+        run = _StepRun(task, model, to_fake(mode, batch, _CPU), samples, options.precision, recorder, copies)
         ops = run.trace()
     parameters = list(model.parameters())
+    own_experts = _expert_parameters(model) if options.hosts > 1 else []
     frozen = [p for p in parameters if not p.requires_grad]
     frozen_experts = [p for p in own_experts if not p.requires_grad]
-    ops = replace(
+    return replace(
         ops,
         samples=samples,
         parameters=sum(p.numel() for p in parameters),
@@ -121,7 +102,6 @@ def trace_model(
         tensors=sum(1 for p in parameters if p.requires_grad),
         copied=sum(copy.numel() for copy in copies.values()),
     )
-    return ops, model
 
 
 @dataclass(frozen=True)
@@ -141,16 +121,14 @@ class _StepRun:
         """Return the operations of a pass over all blocks."""
         parameters = [self.copies.get(p, p) for p in self.model.parameters()]
         block_parameters = [self.copies.get(p, p) for p in _trained_in_blocks(self.model)]
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        record = self.recorder.record_gradient
-        record_of_block = self.recorder.record_block_gradient
-        hooks = [parameter.register_post_accumulate_grad_hook(record) for parameter in trained]
-        hooks += [p.register_post_accumulate_grad_hook(record_of_block) for p in block_parameters]
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.recorder.record_gradient)
+        for parameter in block_parameters:
+            parameter.register_post_accumulate_grad_hook(self.recorder.record_block_gradient)
         gradient_bytes = sum(parameter.nbytes for parameter in block_parameters)
         combine = partial(all_blocks, gradient_bytes=gradient_bytes)
         traced = trace_few_blocks(self.model, lambda: self._run(parameters), combine)
-        for hook in hooks:  # a stack of experts with hooks gets no copy
-            hook.remove()
         return replace(traced.ops, pass_bytes=traced.memory.without_gradients)
 
     def _run(self, parameters: Sequence[Tensor]) -> TracedOps:
@@ -158,33 +136,11 @@ class _StepRun:
         for parameter in parameters:
             parameter.grad = None
         self.recorder.restart()
-        with counting_gradient_flop() as gradient_flop, self.recorder:
+        with self.recorder:
             with autocast(self.precision, _CPU):
                 loss, _ = as_loss(self.task.loss(self.model, self.batch), self.samples)
-            check_trainable(loss)
-            check_updates_declared(self.task, loss.updates)
-            forward_flops = self.recorder.recorded_ops().flops - gradient_flop()
             loss.sum.backward()
-        count = float(self.samples if isinstance(loss.count, Tensor) else loss.count)
-        ops = replace(self.recorder.recorded_ops(), forward_flops=forward_flops, count=count)
-        return TracedOps(ops, self.recorder.recorded_memory())
-
-
-def _record_buckets(model: nn.Module, recorder: OpRecorder) -> None:
-    """Record the copy of each bucket of gradients when its last one is complete."""
-    experts = set(_expert_parameters(model))
-    summed = [p for p in model.parameters() if p.requires_grad and p not in experts]
-    for bucket in gradient_buckets(summed[::-1], BUCKET_MB):
-        missing = set(bucket)
-        size_bytes = sum(parameter.nbytes for parameter in bucket)
-
-        def record(parameter: Tensor, missing: set[Tensor] = missing, size_bytes: int = size_bytes) -> None:
-            missing.discard(parameter)
-            if not missing:
-                recorder.record_gradient_copies(size_bytes)
-
-        for parameter in bucket:
-            parameter.register_post_accumulate_grad_hook(record)
+        return TracedOps(self.recorder.recorded_ops(), self.recorder.recorded_memory())
 
 
 def _trained_in_blocks(model: nn.Module) -> list[nn.Parameter]:

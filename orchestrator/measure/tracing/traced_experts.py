@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from experts.balance import moe_layers
-from experts.kernels.cpu import BLOCK_BYTES
 from experts.kernels.general import two_products
 from experts.kernels.grouped import grouped_works
 from experts.kernels.loop import row_counts
@@ -207,40 +206,7 @@ def _record_experts(
     expert_R = torch.empty(0, dtype=torch.int64)
     if bank.form.bias:
         expert_R = torch.zeros(len(rows_RD), dtype=torch.int64)
-    activate: Any = bank.form.activate
-    if bank.form.activation is None and bank.kind == "swiglu" and not recorder.on_gpu:
-        activate = partial(_CpuSwiglu.apply, recorder)
-    return two_products(product, rows_RD, weights, expert_R, weights_R, activate)
-
-
-class _CpuSwiglu(torch.autograd.Function):
-    """The weighted SwiGLU of ``experts.kernels.cpu``, which keeps its inputs alone and computes in blocks.
-
-    What is recorded are the operations that it does block by block, over all rows at once."""
-
-    @staticmethod
-    def forward(ctx: Any, recorder: OpRecorder, hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden_RH, weights_R)
-        ctx.recorder = recorder
-        half = hidden_RH.nbytes // 2
-        recorder.record_move("heavy", 2 * half)
-        recorder.record_move("plain", 3 * half)
-        recorder.record_move("plain", 2 * half + weights_R.nbytes)
-        return hidden_RH.new_empty(len(hidden_RH), hidden_RH.shape[1] // 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:  # noqa: ARG004
-        hidden_RH, weights_R = ctx.saved_tensors
-        half = hidden_RH.nbytes // 2
-        record = ctx.recorder.record_move
-        record("heavy", 3 * half)
-        record("reduce", half + weights_R.nbytes)
-        record("plain", 2 * half + weights_R.nbytes)
-        for num_tensors in (3, 3, 3, 4):
-            record("plain", num_tensors * half)
-        results = None, torch.empty_like(hidden_RH), torch.empty_like(weights_R)
-        torch.empty(3 * min(half, BLOCK_BYTES // 2), dtype=torch.int8)  # of one block
-        return results
+    return two_products(product, rows_RD, weights, expert_R, weights_R, bank.form.activate)
 
 
 class _ExpertProduct(torch.autograd.Function):

@@ -18,7 +18,8 @@ from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.errors import UserError
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
 from orchestrator.plan.cost.machine import DeviceCosts, Interconnect, Link, LinkKind
-from orchestrator.plan.ops import MOVES
+from orchestrator.plan.cost.ops import MOVES
+from orchestrator.types import MIB
 
 _GRID_SIZES = tuple(float(4**power) for power in range(2, 10))  # 16 to 262,144
 _MOVED_BYTES = tuple(4.0**power for power in range(6, 16))
@@ -206,6 +207,7 @@ def device_of(name: str) -> DeviceCosts:
         tensor_s=host.tensor_s,
         step_s=host.step_s,
         sustained=achieved.sustained,
+        reserved_bytes=achieved.reserved_mib * MIB,
     )
 
 

@@ -1,4 +1,4 @@
-"""Prediction of the time of an optimizer step on devices with known costs. Pure.
+"""Prediction of the time and memory of an optimizer step on devices with known costs. Pure.
 
 A step is the sum of its operations: each has its overhead on the host, products take their
 arithmetic at the rate of their size, all others the bytes that they move. A GPU works while the
@@ -15,10 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from experts.copy_costs import held_bytes
 from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
 from orchestrator.plan.cost.op_costs import attention_seconds, move_seconds, product_seconds
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.plan.cost.traffic import traffic_seconds
-from orchestrator.plan.ops import MicroBatchOps
+from orchestrator.plan.estimate import MemoryEstimate, saved_gradient_bytes, weight_copy_bytes
 
 PARTS: tuple[str, ...] = (
     "compute",
@@ -50,7 +52,7 @@ _MIN_SHARE = 0.02
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """The predicted seconds of a step by part, and its limit."""
+    """The predicted seconds of a step by part, its memory, and its limit."""
 
     step_seconds: float
     host_seconds: float
@@ -60,6 +62,7 @@ class StepPrediction:
     ``overlap`` is negative."""
     bounds: Mapping[str, float]
     """Seconds of the step by the part that determines them, see ``_bounds``; their sum is the step."""
+    memory: MemoryEstimate
     samples: float
 
     @property
@@ -81,7 +84,8 @@ class StepPrediction:
     def to_json(self) -> dict[str, Any]:
         names = ("step_seconds", "host_seconds", "samples", "samples_per_second", "limited_by")
         values = {name: getattr(self, name) for name in names}
-        return values | {"parts": dict(self.parts), "bounds": dict(self.bounds)}
+        bounds = dict(self.bounds)
+        return values | {"parts": dict(self.parts), "bounds": bounds, "memory": self.memory.to_json()}
 
 
 def predict(ops: MicroBatchOps, machine: Machine, parallelism: Parallelism | None = None) -> StepPrediction:
@@ -112,6 +116,7 @@ def predict(ops: MicroBatchOps, machine: Machine, parallelism: Parallelism | Non
         host_seconds=host * parallelism.crowding,
         parts=parts,
         bounds=_bounds(parts, host_bound * parallelism.crowding),
+        memory=predicted_memory(ops, device, parallelism),
         samples=float(ops.samples * rounds * parallelism.devices),
     )
 
@@ -202,6 +207,33 @@ def _compute_seconds(
     expert_seconds = [s for s, product in zip(seconds, ops.products, strict=True) if product.of_experts]
     attention = sum(attention_seconds(entry, device) * entry.times for entry in ops.attentions)
     return sum(seconds) + attention, sum(expert_seconds)
+
+
+def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Parallelism) -> MemoryEstimate:
+    """Return weights, moments, and the most that is alive next to them; gradients are shown
+    separately."""
+    short_gradients = saved_gradient_bytes(ops.copied)
+    gradients = 4.0 * ops.trained - short_gradients
+    bucketed = parallelism.devices > 1 and parallelism.strategy_facts.copies_gradients
+    copies = ops.gradient_bytes if bucketed else 0.0
+    activations = max(ops.peak_bytes, gradients) - gradients
+    if parallelism.expert_replicas > 1:
+        activations = max(activations, held_bytes(ops.expert_gradient_bytes))
+    summed = 0.0
+    if parallelism.micro_batches > 1:
+        # Passes of one step are summed in fp32. All gradients are alive when a later one begins.
+        summed = short_gradients
+        activations = max(activations, ops.pass_bytes)
+    return MemoryEstimate(
+        parameters=ops.weight_bytes,
+        weight_copies=weight_copy_bytes(ops.copied),
+        gradients=gradients + summed + copies,
+        optimizer=4.0 * ops.trained * ops.moments,
+        average=4.0 * ops.trained * ops.averages,
+        activations=activations + device.reserved_bytes,
+        gate=0.0,
+        limit=device.memory_bytes,
+    )
 
 
 def _bounds(parts: Mapping[str, float], host_bound: float) -> dict[str, float]:

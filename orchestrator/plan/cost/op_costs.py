@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orchestrator.plan.cost.machine import DeviceCosts
-from orchestrator.plan.ops import AttentionOp, MoveOp, ProductOp
+from orchestrator.plan.cost.ops import AttentionOp, MoveOp, ProductOp
 
 _ALIGNMENT = 8  # elements; rows of other lengths begin at addresses that tensor cores read slowly
 

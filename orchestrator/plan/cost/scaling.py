@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from orchestrator.plan.cost.machine import Machine, Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
-from orchestrator.plan.estimate import MemoryEstimate, ModelSharding
-from orchestrator.plan.ops import MicroBatchOps
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.strategies import DATA_PARALLEL, EXPERT_PARALLEL, SINGLE, StrategyFacts, StrategyName
 
 ScalingKind = Literal["weak", "strong"]
@@ -24,11 +23,9 @@ CHUNKS_FROM_TOKENS = 4096  # of a device, from which on they are exchanged in tw
 class ScalingJob:
     """The training job of a scaling table."""
 
-    trace: Callable[[int, ModelSharding, int], MicroBatchOps]
-    """Return the operations of a micro-batch, from its samples, the division of the model and the chunks of
-    the token exchange."""
-    memory: Callable[[int, ModelSharding, bool], MemoryEstimate]
-    """Return the memory of a device, from the samples, the division, and whether a step is one pass."""
+    trace: Callable[[int, int, int, bool], MicroBatchOps]
+    """Return the operations of a micro-batch, from its samples, the hosts of the experts, the chunks, and
+    whether one device computes alone."""
     micro_batch: int
     global_batch: int
     experts: int
@@ -49,7 +46,6 @@ class ScalingRow:
     micro_batch: int
     micro_batches: int
     predicted: StepPrediction
-    memory: MemoryEstimate
     speed_up: float
 
     @property
@@ -59,8 +55,7 @@ class ScalingRow:
     def to_json(self) -> dict[str, Any]:
         names = ("kind", "strategy", "devices", "micro_batch", "micro_batches", "speed_up", "efficiency")
         values = {name: getattr(self, name) for name in names}
-        memory = {"memory": self.memory.to_json(), "fits": self.memory.fits}
-        return values | self.predicted.to_json() | memory
+        return values | self.predicted.to_json() | {"fits": self.predicted.memory.fits}
 
 
 def counts_up_to(most: int) -> list[int]:
@@ -93,7 +88,6 @@ def _rows(
             continue
         batch, micro_batches = _share(job, kind, devices)
         predicted = _predict_row(job, machine, devices, strategy, batch, micro_batches)
-        sharding = _sharding(strategy, devices)
         yield ScalingRow(
             kind=kind,
             strategy=(strategy if devices > 1 else SINGLE).name,
@@ -101,7 +95,6 @@ def _rows(
             micro_batch=batch,
             micro_batches=micro_batches,
             predicted=predicted,
-            memory=job.memory(batch, sharding, micro_batches == 1),
             speed_up=predicted.samples_per_second / base_speed,
         )
 
@@ -115,10 +108,6 @@ def _share(job: ScalingJob, kind: ScalingKind, devices: int) -> tuple[int, int]:
     return per_device // micro_batches, micro_batches
 
 
-def _sharding(strategy: StrategyFacts, devices: int) -> ModelSharding:
-    return ModelSharding(devices, "experts" if strategy.divides_experts and devices > 1 else "none")
-
-
 def _predict_row(
     job: ScalingJob, machine: Machine, devices: int, strategy: StrategyFacts, batch: int, micro_batches: int
 ) -> StepPrediction:
@@ -127,7 +116,7 @@ def _predict_row(
     # Experts that do not divide evenly are already in the operations, which are those of the
     # device with the most.
     imbalance = IMBALANCE if divided else 1.0
-    ops = job.trace(batch, _sharding(strategy, devices), chunks)
+    ops = job.trace(batch, devices if divided else 1, chunks, devices == 1)
     parallelism = Parallelism(
         devices=devices,
         strategy=(strategy if devices > 1 else SINGLE).name,

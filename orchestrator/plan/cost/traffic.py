@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from experts.copy_costs import piece_count, ring_factor
 from orchestrator.plan.cost.machine import Link, Machine, Parallelism
+from orchestrator.plan.cost.ops import MessageOp, MicroBatchOps
 from orchestrator.plan.estimate import ShardingForm
-from orchestrator.plan.ops import MessageOp, MicroBatchOps
 
 _BUCKET_BYTES = 25 * 2**20  # as in DDP
 _BACKWARD_SHARE = 2 / 3  # of the arithmetic of a micro-batch

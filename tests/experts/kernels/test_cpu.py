@@ -22,7 +22,7 @@ def test_output_and_gradients_are_those_of_plain_torch_bit_by_bit(
 ) -> None:
     hidden = 6
     monkeypatch.setattr(
-        cpu, "BLOCK_BYTES", 4 * 2 * hidden * dtype.itemsize
+        cpu, "_BLOCK_BYTES", 4 * 2 * hidden * dtype.itemsize
     )  # four rows, the last block short
     draw = torch.Generator().manual_seed(num_rows)
     hidden_RH = torch.randn(num_rows, 2 * hidden, generator=draw).to(dtype).requires_grad_()
@@ -38,15 +38,15 @@ def test_output_and_gradients_are_those_of_plain_torch_bit_by_bit(
 
 
 def test_a_row_wider_than_a_block_is_a_block() -> None:
-    hidden_RH = torch.randn(3, cpu.BLOCK_BYTES)
+    hidden_RH = torch.randn(3, cpu._BLOCK_BYTES)
     weights_R = torch.rand(3)
     assert torch.equal(cpu.weighted_swiglu(hidden_RH, weights_R), plain(hidden_RH, weights_R))
 
 
 def test_blocks_have_as_many_rows_as_fit() -> None:
     """In one row at a time the overhead of calls would exceed the work."""
-    assert cpu._rows_per_block(torch.empty(3, 256)) == cpu.BLOCK_BYTES // 1024
-    assert cpu._rows_per_block(torch.empty(3, 256, dtype=torch.float64)) == cpu.BLOCK_BYTES // 2048
+    assert cpu._rows_per_block(torch.empty(3, 256)) == cpu._BLOCK_BYTES // 1024
+    assert cpu._rows_per_block(torch.empty(3, 256, dtype=torch.float64)) == cpu._BLOCK_BYTES // 2048
 
 
 def test_only_the_inputs_are_kept() -> None:

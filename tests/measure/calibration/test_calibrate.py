@@ -20,8 +20,8 @@ from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_ba
 from orchestrator.plan.cost.calibration import Calibration, read_calibration, write_calibration
 from orchestrator.plan.cost.machine import Parallelism
 from orchestrator.plan.cost.model import predict
+from orchestrator.plan.cost.ops import MOVES
 from orchestrator.plan.inventory.hardware import inventory
-from orchestrator.plan.ops import MOVES
 from orchestrator.tasks.load import load_task
 
 

@@ -20,7 +20,7 @@ from orchestrator.measure.calibration.host_overhead import (
 from orchestrator.measure.timed_steps import StepRunner
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
-from orchestrator.plan.ops import MicroBatchOps
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
 
 GPU = device(products={"bf16": {}, "fp32": {}}, grouped=PiecewiseCurve((32.0, 128.0), (2.0, 1.0)))

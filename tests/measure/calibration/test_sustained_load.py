@@ -20,7 +20,7 @@ from orchestrator.measure.calibration.sustained_load import (
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.machine import Machine, Parallelism
 from orchestrator.plan.cost.model import predict
-from orchestrator.plan.ops import MicroBatchOps, MoveOp, ProductOp
+from orchestrator.plan.cost.ops import MicroBatchOps, MoveOp, ProductOp
 from orchestrator.tasks.load import load_task
 
 OPS = MicroBatchOps(

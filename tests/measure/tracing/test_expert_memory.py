@@ -69,8 +69,10 @@ def test_recomputed_experts_keep_their_inputs_alone(precision: PrecisionName) ->
         estimate_memory(facts, SAMPLES, False, None).activations
         - estimate_memory(recomputed, SAMPLES, False, None).activations
     )
+    # The estimate holds one of the two layers while its backward pass computes.
+    estimated += (facts.expert_bytes * SAMPLES + facts.expert_base) / 2
     counted = kept_bytes(False, precision) - kept_bytes(True, precision)
-    assert 0.4 * counted < estimated < counted, "one of the two layers is computed again at a time"
+    assert estimated == pytest.approx(counted, rel=0.03)
     assert counted > 0.4 * kept_bytes(False, precision)
 
 
@@ -110,13 +112,14 @@ def test_copies_of_weights_and_their_gradients_are_counted(
     assert plan.memory.gradients == sum(gradient.nbytes for gradient in gradients)
 
 
-def test_kept_copies_stay_whole_where_blocks_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_copies_replace_those_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted once, and stay whole where blocks are recomputed."""
     copied = plan_with_copies(monkeypatch).memory
     monkeypatch.setattr(adamw, "LARGE", 10**9)
     facts = model_facts(synthetic(), "cuda:0", "bf16")
     cast = planned(ONE_GPU, facts, batch_size=SAMPLES, precision="bf16").memory
     assert cast.weight_copies == 0
-    assert copied.total - copied.weight_copies < cast.total
+    assert copied.weight_copies + copied.activations == cast.activations
     recomputed = plan_with_copies(monkeypatch, activation_checkpointing="on").memory
     assert recomputed.weight_copies == copied.weight_copies
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.measure.tracing.model_facts import model_facts
-from orchestrator.plan.estimate import PassForm
 from orchestrator.run.prepared_run import loss_note
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Loss, Task, TensorData
@@ -90,18 +89,12 @@ def test_a_loss_in_chunks_costs_the_same_for_each_sample(tokens: int, device: st
     sizes = {"width": 64, "layers": 2, "experts": 0, "samples": 8}
     config = Config.of(task="synthetic", vocabulary=VOCABULARY, sequence_length=tokens, **sizes)
     facts = model_facts(load_task(config), device, "fp32")
+    hidden_bytes = tokens * 64 * 4
+    logits_bytes = tokens * VOCABULARY * 4
+    if tokens < 84:
+        assert facts.activation_bytes > logits_bytes
+    else:
+        assert 10 * hidden_bytes < facts.activation_bytes < 100 * hidden_bytes < logits_bytes
     # Of the output layer; and of two blocks, which have 2 × 12 × 64² weights, and attention.
     output_flop = 2 * tokens * VOCABULARY * 64
     assert output_flop < facts.flops_per_sample < 1.2 * output_flop, "the forward pass alone"
-
-
-def test_the_logits_of_a_loss_in_chunks_fill_one_chunk() -> None:
-    """A chunk has 2,560 tokens: more samples than 20 need memory for their hidden states alone."""
-    sizes = {"width": 8, "layers": 2, "experts": 0, "samples": 8}
-    config = Config.of(task="synthetic", vocabulary=VOCABULARY, sequence_length=128, **sizes)
-    passes = model_facts(load_task(config), "cpu", "fp32").passes
-    needed = {samples: passes.memory(samples, PassForm()).without_gradients for samples in (10, 20, 40, 200)}
-    logits_bytes = 2560 * VOCABULARY * 4
-    assert needed[20] - needed[10] > logits_bytes
-    assert needed[40] - needed[20] < 0.02 * logits_bytes
-    assert needed[200] - needed[40] == pytest.approx(8 * (needed[40] - needed[20]), rel=0.1)

@@ -16,7 +16,7 @@ from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.measure.tracing.operator_sizes import attention_formulas
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
-from orchestrator.plan.ops import AttentionOp
+from orchestrator.plan.cost.ops import AttentionOp
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.types import PrecisionName
 

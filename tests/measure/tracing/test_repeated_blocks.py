@@ -13,7 +13,7 @@ from harness.lm.large_models import CONFIGS, PARAMETERS, LargeModel
 from orchestrator.measure.tracing import repeated_blocks
 from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
-from orchestrator.plan.ops import MicroBatchOps
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task, TensorData
 
 TINY_QWEN = LargeModel(

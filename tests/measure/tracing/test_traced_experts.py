@@ -14,7 +14,7 @@ from orchestrator.config.settings import Config
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.measure.tracing.traced_experts import even_rows, record_experts
-from orchestrator.plan.ops import MicroBatchOps
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
 
 SMALL_MOE: dict[str, Any] = {

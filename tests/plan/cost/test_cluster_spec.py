@@ -9,7 +9,7 @@ from orchestrator.plan.cost.cluster_spec import ClusterSpec, machine_of, nodes_o
 from orchestrator.plan.cost.devices import catalogue
 from orchestrator.plan.cost.machine import Parallelism
 from orchestrator.plan.cost.model import predict
-from orchestrator.plan.ops import MicroBatchOps, ProductOp
+from orchestrator.plan.cost.ops import MicroBatchOps, ProductOp
 
 
 def test_a_cluster_is_parsed():

@@ -12,7 +12,7 @@ from orchestrator.plan.cost.devices import catalogue, device_of, links_of, short
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.machine import Link
 from orchestrator.plan.cost.model import predict
-from orchestrator.plan.ops import AttentionOp, MicroBatchOps, MoveKind, MoveOp, ProductOp
+from orchestrator.plan.cost.ops import AttentionOp, MicroBatchOps, MoveKind, MoveOp, ProductOp
 
 
 def test_known_devices_are_plausible():
@@ -138,7 +138,10 @@ def test_the_host_runs_ahead_and_only_new_gpus_fuse_grouped_products(name: str):
     achieved = catalogue().achieved
     costs = device_of(name)
     assert costs.asynchronous
-    assert costs.memory_bytes == sheet.memory_gb * 1e9
+    assert (costs.memory_bytes, costs.reserved_bytes) == (
+        sheet.memory_gb * 1e9,
+        achieved.reserved_mib * 2**20,
+    )
     fused = PiecewiseCurve(achieved.grouped.rows, achieved.grouped.times)
     assert costs.grouped == (fused if sheet.capability >= (9, 0) else PiecewiseCurve((1.0,), (1.0,)))
 

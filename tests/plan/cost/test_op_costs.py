@@ -7,7 +7,7 @@ import pytest
 from harness.fakes.cost_machines import BANDWIDTH, FLOOR_S, FLOPS_PER_S, device
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
 from orchestrator.plan.cost.op_costs import attention_seconds, move_seconds, product_seconds
-from orchestrator.plan.ops import AttentionOp, MoveOp, ProductLayout, ProductOp
+from orchestrator.plan.cost.ops import AttentionOp, MoveOp, ProductLayout, ProductOp
 
 
 def test_grouped_products_run_together_or_one_after_another():

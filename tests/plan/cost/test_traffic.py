@@ -10,6 +10,7 @@ from experts.copy_costs import PIECE_ELEMENTS, ring_factor
 from harness.fakes.cost_machines import OPS, device, machine
 from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallelism
 from orchestrator.plan.cost.model import predict
+from orchestrator.plan.cost.ops import MessageOp, MicroBatchOps
 from orchestrator.plan.cost.traffic import (
     all_reduce_seconds,
     copies_seconds,
@@ -17,7 +18,6 @@ from orchestrator.plan.cost.traffic import (
     traffic_seconds,
 )
 from orchestrator.plan.estimate import ShardingForm
-from orchestrator.plan.ops import MessageOp, MicroBatchOps
 from orchestrator.strategies import StrategyName
 
 

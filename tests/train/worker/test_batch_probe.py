@@ -42,7 +42,7 @@ def test_memory_is_left_for_experts_that_may_be_born() -> None:
 )
 def test_only_experts_that_may_be_born_need_memory_later(settings: dict[str, Any]) -> None:
     """Copies of weights, recomputed experts and the state of the optimizer are there in measured steps."""
-    facts = model(large_experts=500_000)
+    facts = model(large_experts=500_000, expert_bytes=2.0**19, expert_input_bytes=2.0**16)
     config = Config.of(task="synthetic", evolution="bold", max_experts=8, min_experts=8, **settings)
     chosen = plan(config, machine(gpu()), facts)
     assert chosen.evolution_rules is not None

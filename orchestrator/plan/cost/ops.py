@@ -133,15 +133,15 @@ class MicroBatchOps:
     """Parameter tensors of the optimizer."""
     copied: int = 0
     """Trained parameters with a kept copy in bf16. The peak has their gradients in the type of the copies."""
+    moments: float = 2.0
+    """Tensors of the optimizer's state for each trained parameter."""
+    averages: float = 0.0
+    """Averages of the weights (EMA) for each trained parameter."""
     peak_bytes: float = 0.0
     """Most bytes alive at once apart from parameters and optimizer state: batch, activations and
     gradients."""
     pass_bytes: float = 0.0
     """The same without any gradients. In a step of several passes, all of them are alive beside it."""
-    forward_flops: float = 0.0
-    """FLOP of the forward pass alone: a loss in chunks computes gradients with it."""
-    count: float = 0.0
-    """The count of the loss; of a tensor, whose value is not known here, the samples."""
     before_wait: MicroBatchOps | None = None
     """The operations up to the last time that the host waits for a value of the device; None if it
     never waits.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.plan.ops import AttentionOp, MessageOp, MicroBatchOps, MoveOp, ProductOp
+from orchestrator.plan.cost.ops import AttentionOp, MessageOp, MicroBatchOps, MoveOp, ProductOp
 
 
 def test_a_product_multiplies_and_adds_for_each_of_its_batch_and_times():
