@@ -62,14 +62,14 @@ def test_a_broken_heartbeat_connection_is_not_used_again() -> None:
 def test_a_segment_granted_beyond_the_end_of_the_run_reports_the_end_again() -> None:
     progress = SimpleNamespace(step=0)
 
-    def run_segment(steps: int, take_snapshot: bool) -> Any:
+    def run_steps(steps: int, take_snapshot: bool) -> Any:
         assert progress.step < 5, "the run has ended"
         progress.step = min(5, progress.step + steps)
         return SimpleNamespace(status="completed") if progress.step == 5 else None
 
     intervals: list[int] = []
     loop = SimpleNamespace(progress=progress, set_snapshot_interval=intervals.append)
-    run: Any = SimpleNamespace(run_segment=run_segment, loop=loop, prepared=SimpleNamespace(hidden=()))
+    run: Any = SimpleNamespace(run_steps=run_steps, loop=loop, prepared=SimpleNamespace(hidden=()))
     worker = HostWorker(run)
     results = [worker.run_segment(Segment(3, snapshot_every=every)) for every in (7, 8, 9, 10)]
     assert [result.step for result in results] == [3, 5, 5, 5]
