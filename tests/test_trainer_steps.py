@@ -94,6 +94,7 @@ def test_activation_checkpointing_keeps_the_losses(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.extended
 def test_a_compiler_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is repeated without the compiler, and the run says so."""
 

@@ -203,7 +203,7 @@ def check_power_losses(series: CrashSeries, script: SaveScript, luck: tuple[floa
     return len(trace)
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "luck"),
     [

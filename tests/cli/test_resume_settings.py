@@ -88,6 +88,7 @@ def test_the_same_command_again_changes_nothing(call: Call, tmp_path: Path) -> N
         assert after[name] == before[name], name
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
@@ -167,6 +168,7 @@ def test_a_path_is_continued_in_another_folder_with_its_settings(call: Call, tmp
     check_answer(occupied, f"two holds a run already; continue it with orchestrator resume {tmp_path}")
 
 
+@pytest.mark.extended
 def test_a_run_that_still_goes_on_is_neither_resumed_nor_begun_again(call: Call, tmp_path: Path) -> None:
     begin(call)
     run = tmp_path / "results" / "one"

@@ -48,6 +48,7 @@ def run_script(
     return log.read_text(encoding="utf-8")
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", LAST_WORDS)
 def test_a_script_runs(name: str, tmp_path: Path) -> None:
     assert LAST_WORDS[name] in run_example(name, tmp_path, {})

@@ -53,6 +53,7 @@ def test_a_trial_ends_when_it_is_precise_or_out_of_time() -> None:
     assert result.peak_memory_bytes > 2**20
 
 
+@pytest.mark.extended
 def test_a_trial_of_given_steps_pauses_and_evaluates() -> None:
     results = run_trial(TrialLimits(1.0, steps=40), parts=4)
     assert [result.done for result in results] == [False, False, False, True]
@@ -123,6 +124,7 @@ def _run_rank(rank: int, size: int, path: str, strategy: str) -> tuple[float, in
     return result.samples_per_second, result.steps, sorted(result.phases)
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("strategy", ["data_parallel", "expert_parallel"])
 def test_workers_measure_the_same_steps(strategy: str) -> None:
     (first_rate, steps, phases), (second_rate, *second) = run_ranks(_run_rank, 2, strategy)

@@ -62,6 +62,7 @@ def run(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.extended
 def test_survivors_are_listed_and_the_source_stays_as_it_was(repository: Path) -> None:
     """The tests do not reach the boundary: ``>=`` survives.
 

@@ -95,6 +95,7 @@ def test_a_run_whose_experts_change_resumes_with_muon_and_its_average(tmp_path: 
     assert [event["loss"] for event in parts] == [event["loss"] for event in whole]
 
 
+@pytest.mark.extended
 def test_sgd_without_momentum_resumes_with_its_average(tmp_path: Path) -> None:
     """The average is then the only state of a parameter."""
     settings: dict[str, Any] = AVERAGED | {"optimizer": "sgd", "momentum": 0.0}

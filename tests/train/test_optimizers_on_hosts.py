@@ -174,7 +174,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.extended(but_first=2)
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_run_with_shards_and_an_average_equals_one_process(name: str, tmp_path: Path) -> None:
     on_hosts = tmp_path / "hosts"
@@ -206,7 +206,7 @@ TWO_EXPERTS = {
 }
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", TWO_EXPERTS)
 def test_a_run_with_a_host_without_experts_equals_one_process(name: str, tmp_path: Path) -> None:
     """The third of three hosts has none at first, and a copy later where experts are balanced."""

@@ -96,7 +96,7 @@ def test_accumulation_is_exact_in_fp64(task: type, micro_batch: int, global_batc
         torch.testing.assert_close(split.strategy.model.get_parameter(name), parameter, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 @pytest.mark.parametrize("task", [Digits, Text])
 def test_accumulation_is_exact_in_fp32(task: type) -> None:
     """64 × 1 equals 16 × 4 in one step from equal weights, balance loss on, and in 50 free-running steps.

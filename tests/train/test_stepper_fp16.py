@@ -202,6 +202,7 @@ def make_fp16_stepper(world: World, strategy: str) -> tuple[Stepper, Any]:
     )
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("on_rank", [0, 1])
 @pytest.mark.parametrize(
     ("strategy", "overflow"),

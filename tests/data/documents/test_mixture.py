@@ -153,6 +153,7 @@ def test_files_are_mixed_and_each_holds_out_its_own_part(tmp_path: Path) -> None
     assert torch.equal(part, alone.gather(torch.arange(60))["input_ids"])
 
 
+@pytest.mark.extended
 def test_a_run_that_resumes_in_the_middle_of_an_epoch_has_the_same_losses(tmp_path: Path) -> None:
     few = save_sums(tmp_path / "few.jsonl", 12)
     config = lm_config(

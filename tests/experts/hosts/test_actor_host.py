@@ -34,6 +34,7 @@ def step_of(header_reference: Any) -> int:
     return header.step
 
 
+@pytest.mark.extended
 def test_a_host_puts_two_snapshots_and_waits_with_the_third(pool: IdlePool) -> None:
     pool.join(0, 0)
     host = pool.actor(0)

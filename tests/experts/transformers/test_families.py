@@ -42,7 +42,7 @@ def runs(name: str, hosts: int) -> list[FamilyRun]:
     return [ranks[name, hosts] for ranks in on_hosts(name)[:hosts]]
 
 
-@pytest.mark.extended(but_first=4)
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("hosts", HOST_COUNTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_equals_its_eager_code(name: str, hosts: int) -> None:

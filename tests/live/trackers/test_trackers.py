@@ -252,6 +252,7 @@ def test_a_full_queue_drops_updates_and_counts_them(tmp_path: Path, release: thr
     ]
 
 
+@pytest.mark.extended
 def test_the_real_trackers_run_side_by_side(tmp_path: Path, elsewhere: Path) -> None:
     warnings: list[str] = []
     thread = TrackerThread(

@@ -53,6 +53,7 @@ def test_a_recorded_run_is_drawn_as_this_text(name: str) -> None:
     assert text == (FRAMES / f"{name}.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.extended(but_first=4)
 @pytest.mark.parametrize("width", [40, 80, 139, 140, 200])
 @pytest.mark.parametrize("run", [HOSTED, FakeRun(experts=256, layers=40, workers=64, hosted=True)])
 def test_no_line_is_wider_than_the_output(run: FakeRun, width: int) -> None:
@@ -128,6 +129,7 @@ def test_changes_of_experts_are_counted_and_listed() -> None:
     assert any("layer 0: expert 24 born from 3" in line for line in lines)
 
 
+@pytest.mark.extended(but_first=4)
 @pytest.mark.parametrize("value", [None, "x", -1, 2**70, float("nan"), [], {}, [[]], [{}], 1e308])
 def test_damaged_events_are_drawn_without_an_error(value: Any) -> None:
     events = run_events(HOSTED)

@@ -124,6 +124,7 @@ def test_kept_copies_replace_those_of_a_pass(monkeypatch: pytest.MonkeyPatch) ->
     assert recomputed.weight_copies == copied.weight_copies
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     "settings",
     [

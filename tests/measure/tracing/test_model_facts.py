@@ -82,6 +82,7 @@ def test_a_large_model_that_cannot_be_traced_is_not_built() -> None:
 VOCABULARY = 50_257
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("tokens", [83, 84, 128, 512])
 def test_a_loss_in_chunks_costs_the_same_for_each_sample(tokens: int, device: str) -> None:

@@ -76,6 +76,7 @@ def test_tf32_that_is_switched_off_or_wrong_fails(
     )
 
 
+@pytest.mark.extended
 def test_a_compiler_that_hangs_is_killed_with_its_children(tmp_path: Path):
     pid_file = tmp_path / "pid"
     code = f"""

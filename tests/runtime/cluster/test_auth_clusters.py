@@ -65,6 +65,7 @@ def locked() -> Iterator[RayCluster]:
         yield started
 
 
+@pytest.mark.extended
 def test_a_dashboard_refuses_jobs_without_the_token(locked: RayCluster, tmp_path: Path) -> None:
     """It also listens on this machine only."""
     assert locked.dashboard is not None

@@ -65,9 +65,11 @@ def run_unharmed(
     return run
 
 
-def test_five_random_kills(job: Job, calm: FinishedRun, tmp_path: Path) -> None:
-    run = run_unharmed(job, calm, tmp_path, random_kills(5, 5, hosts=3, first=12, last=75))
-    assert 1 <= len(recoveries(run.events)) <= 5
+@pytest.mark.extended(but_first=1)
+@pytest.mark.parametrize("num_kills", [2, 5])
+def test_random_kills(job: Job, calm: FinishedRun, tmp_path: Path, num_kills: int) -> None:
+    run = run_unharmed(job, calm, tmp_path, random_kills(5, num_kills, hosts=3, first=12, last=75))
+    assert 1 <= len(recoveries(run.events)) <= num_kills
     summary = read_summary(run.run_dir)
     assert summary["workers"] == 3
     assert 0 < summary["goodput"] <= 1

@@ -109,6 +109,7 @@ def test_a_host_that_dies_while_it_starts_is_started_again(make_pool: MakePool) 
     assert pool._failed_starts == {}, "only failures in a row count"
 
 
+@pytest.mark.extended
 def test_a_host_that_dies_repeatedly_is_excluded(make_pool: MakePool) -> None:
     pool = make_pool(1, deaths=99)
     wait_until(lambda: pool.reserve(1.0))

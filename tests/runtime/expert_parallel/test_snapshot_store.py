@@ -111,6 +111,7 @@ def test_sets_do_not_pile_up_while_backups_are_slow(pool: IdlePool, monkeypatch:
     assert contents(store.references()) == expected(0, 4)
 
 
+@pytest.mark.extended
 def test_the_rest_of_a_set_that_is_lost_is_not_kept(pool: IdlePool) -> None:
     pool.start(0, 1)
     pool.join(0, 0, 1)
@@ -126,6 +127,7 @@ def test_the_rest_of_a_set_that_is_lost_is_not_kept(pool: IdlePool) -> None:
     assert contents(store.references()) == expected(0, 2)
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("new_step", [3, 2], ids=["other step", "same step"])
 def test_a_snapshot_of_an_earlier_generation_is_not_accepted(pool: IdlePool, new_step: int) -> None:
     """Host 0 puts step 2 in generation 0. The store fetches it only when generation 1 has begun."""

@@ -132,6 +132,7 @@ def test_loading_preserves_the_random_state_of_the_training_process() -> None:
     assert random.random() == expected
 
 
+@pytest.mark.extended
 def test_closing_a_feed_ends_its_processes() -> None:
     others = {child.pid for child in multiprocessing.active_children()}
     feed = make_feed(Augmented(), micro_batch=6, loader_workers=2)

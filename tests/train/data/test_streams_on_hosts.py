@@ -122,6 +122,7 @@ def test_workers_without_a_good_sample_have_the_losses_of_one_process(
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.extended
 def test_hosts_whose_validation_data_has_different_lengths_are_told(folder: Path) -> None:
     write_digits(folder / "150.jsonl", 150)
     results = run_ranks(train_on_host, 3, folder, [], {"last_validation": 150})

@@ -90,7 +90,7 @@ def test_experts_move_and_are_copied_and_the_losses_stay(balanced: Path, tmp_pat
     assert losses_in(balanced) == pytest.approx(losses_in(tmp_path / "run"), rel=1e-5)
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 def test_a_deterministic_run_is_the_same_to_the_bit(balanced: Path, tmp_path: Path) -> None:
     again = tmp_path / "run"
     run_ranks(run_on_host, int(balanced.name), again, {"rebalance": "on"})
@@ -101,7 +101,7 @@ def test_a_deterministic_run_is_the_same_to_the_bit(balanced: Path, tmp_path: Pa
         assert file.read_bytes() == (again / "checkpoints" / name / file.name).read_bytes(), file.name
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 def test_a_run_with_copies_is_resumed_to_the_bit(balanced: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(balanced, run_dir, ignore=shutil.ignore_patterns(f"step_{STEPS:08d}", "events.jsonl"))

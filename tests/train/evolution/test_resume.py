@@ -182,7 +182,7 @@ def resume_on_host(rank: int, size: int, store: str, run_dir: Path) -> None:
         )
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 @pytest.mark.parametrize("moment", ["a twin", "the ramp"])
 def test_three_hosts_continue_a_run_of_one_process(whole: Path, moment: str, tmp_path: Path) -> None:
     step = steps_to_resume_at(whole)[moment]

@@ -81,7 +81,7 @@ def trained_weights(checkpoint: Path, name: str) -> dict[str, Tensor]:
     return in_their_names(load(checkpoint).tensors["model"], list(eager.state_dict()), eager)
 
 
-@pytest.mark.extended(but_first=4)
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("hosts", [1, 3])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_export_has_the_trained_weights(

@@ -132,6 +132,7 @@ def wait_for_slow_main(rank: int, size: int, store: str) -> float:
         return time.monotonic() - start
 
 
+@pytest.mark.extended
 def test_the_others_wait_for_the_main_worker_past_the_timeout() -> None:
     assert min(run_ranks(wait_for_slow_main, 2)) > 4.5
 
@@ -246,6 +247,7 @@ def leave_while_blocked(rank: int, size: int, store: str, call: str) -> tuple[bo
     raise AssertionError("the call returned though the main rank took no part")
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("call", BLOCKING_CALLS)
 def test_a_blocked_call_ends_when_the_group_is_left(call: str) -> None:
     assert run_ranks(leave_while_blocked, 3, call, timeout=60.0) == [None, (True, True), (True, True)]

@@ -47,6 +47,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("checkpoint_every", [0, 2, 4])
 @pytest.mark.parametrize("killed_at", [4, 8, 12, 20])
 def test_early_stopping_decides_the_same_after_a_restart(

@@ -42,7 +42,7 @@ from orchestrator.train.strategies.ddp import DDPOptions
 CUSTOM_DDP = DDPOptions(bucket_cap_mb=1, static_graph=True, gradient_as_bucket_view=False)
 
 
-@pytest.mark.extended(but_first=6)
+@pytest.mark.extended(but_first=3)
 @pytest.mark.parametrize(
     "case",
     [

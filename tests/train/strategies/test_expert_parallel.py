@@ -142,14 +142,14 @@ def assert_cases_equal_one_process(cases: Sequence[HostCase]) -> None:
             raise AssertionError(f"{case}: {error}") from None
 
 
-@pytest.mark.extended(but_first=3)
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("hosts", [2, 3, 4])
 def test_random_cases_equal_one_process(hosts: int, dtype: torch.dtype) -> None:
     assert_cases_equal_one_process([random_case(seed, hosts, dtype) for seed in range(5)])
 
 
-@pytest.mark.extended(but_first=2)
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("sharding", ["zero2", "zero3"])
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_a_sharded_dense_part_equals_one_process(hosts: int, sharding: ShardingForm) -> None:
@@ -193,6 +193,7 @@ NAMED_CASES = {
 }
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", NAMED_CASES)
 def test_named_cases_equal_one_process(name: str) -> None:
     assert_cases_equal_one_process([NAMED_CASES[name]])
@@ -221,6 +222,7 @@ def count_transfers(rank: int, size: int, store: str) -> list[int]:
         return alive
 
 
+@pytest.mark.extended
 def test_no_transfer_outlives_its_step() -> None:
     """The autograd graph holds a transfer; one that held the received rows would hold the graph."""
     assert run_ranks(count_transfers, 2) == [[0, 0], [0, 0]]

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.extended(but_first=2)
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_on_hosts_equals_one_process(
     tmp_path: Path, reference: tuple[Path, list[Event]], name: str
@@ -164,6 +164,7 @@ def run_rank_with_tight_bounds(rank: int, size: int, store: str, *arguments: Any
     return run_rank(rank, size, store, *arguments)
 
 
+@pytest.mark.extended
 def test_a_step_with_more_rows_than_their_bound_is_repeated(
     tmp_path: Path, reference: tuple[Path, list[Event]]
 ) -> None:

@@ -13,6 +13,7 @@ from harness.runs.worker_runs import (
 from orchestrator.tasks.digits import Digits
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize(
     "case",
     [

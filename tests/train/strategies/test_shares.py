@@ -87,6 +87,7 @@ def assign_on_rank(
     return assigned.shares, speeds
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize(
     ("names", "settings", "expected"),
     [

@@ -114,6 +114,7 @@ def test_as_many_checkpoints_are_kept_as_asked(tmp_path: Path) -> None:
         assert len(list((run_dir / "checkpoints").glob("step_*"))) == keep
 
 
+@pytest.mark.extended
 def test_a_run_resumed_without_an_average_drops_the_saved_one(tmp_path: Path) -> None:
     def has_average(loop: Loop) -> bool:
         states = loop.stepper.optimizer.inner.state.values()

@@ -115,6 +115,7 @@ def test_every_step_of_changing_experts_is_repeated_to_the_bit(evolved: Path) ->
         assert (step, result["loss"]) == (step, event["loss"])
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     ("workers", "settings"),
     [
@@ -160,6 +161,7 @@ def test_a_run_that_evaluated_the_average_is_evaluated_with_it(trained: Path, av
     assert weights["loss"] == evaluations(trained)[6]["loss"]
 
 
+@pytest.mark.extended
 def test_a_checkpoint_without_an_average_is_refused(evolved: Path) -> None:
     with pytest.raises(UserError, match="the run keeps none"):
         evaluate(checkpoint_of(evolved, 5), evaluate_ema=True)

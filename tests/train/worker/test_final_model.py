@@ -186,7 +186,7 @@ def test_one_process_ends_with_the_experts_and_weights_of_the_best_step(tmp_path
     assert [event["event"] for event in log.events] == ["final"]
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("workers", "settings"),
     [

@@ -45,7 +45,7 @@ def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return steps
 
 
-@pytest.mark.extended(but_first=3)
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_rehearsal_takes_two_steps_with_the_settings_of_the_run(
     tmp_path: Path,

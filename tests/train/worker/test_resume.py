@@ -88,6 +88,7 @@ def test_all_wait_while_the_main_worker_sets_checkpoints_aside(is_main: bool) ->
     assert calls == ([(7, calls.clear)] if is_main else []) + ["waited"]
 
 
+@pytest.mark.extended
 def test_a_run_resumes_from_the_path_of_another_run(tmp_path: Path) -> None:
     first = tmp_path / "first"
     _, losses = run_loop(first, max_steps=6, checkpoint_every=3)
@@ -164,6 +165,7 @@ class DigitsWithSGD(Digits):
         return lambda step: 0.99**step
 
 
+@pytest.mark.extended
 def test_a_run_with_momentum_resumes(tmp_path: Path) -> None:
     task = DigitsWithSGD(Config.of(**SMALL))
     _, losses = run_loop(tmp_path / "whole", task, max_steps=12)

@@ -123,7 +123,7 @@ def single_worker(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
     return train(tmp_path_factory.mktemp("single") / "run", 1, max_steps=24)
 
 
-@pytest.mark.extended(but_first=2)
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     ("workers", "settings"), [(2, {}), (3, {"batch_size": 7}), (2, {"sharding": "zero2"})]
 )
@@ -173,6 +173,7 @@ def test_a_sharded_run_writes_the_same_checkpoint(tmp_path: Path) -> None:
             torch.testing.assert_close(sharded.tensors[kind][name], tensor, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.extended
 def test_the_global_batch_stays_when_the_number_of_workers_changes(
     tmp_path: Path,
 ) -> None:
@@ -204,6 +205,7 @@ def test_a_checkpoint_event_means_that_it_is_on_disk(tmp_path: Path) -> None:
         assert (tmp_path / "run" / event["path"] / "manifest.json").exists()
 
 
+@pytest.mark.extended
 def test_a_restarted_worker_reports_where_it_resumed_and_how_long_that_took(
     tmp_path: Path,
 ) -> None:

@@ -29,6 +29,7 @@ def initialised(config: Any, rank: int | None, seed: int = 5) -> Any:
     return model
 
 
+@pytest.mark.extended(but_first=3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_of_three_hosts_has_the_weights_of_one_process(name: str) -> None:
     config = config_of(name)
@@ -37,6 +38,7 @@ def test_each_of_three_hosts_has_the_weights_of_one_process(name: str) -> None:
         assert_holds(initialised(config, rank), whole)
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_weights_have_the_distribution_of_the_family(name: str) -> None:
     """Each tensor has the mean and the spread that the class itself gives it; constants are the same."""

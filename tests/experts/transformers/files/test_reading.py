@@ -45,6 +45,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
 
 
+@pytest.mark.extended(but_first=3)
 @pytest.mark.parametrize("original_names", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_host_reads_its_share_of_a_family(name: str, original_names: bool, tmp_path: Path) -> None:

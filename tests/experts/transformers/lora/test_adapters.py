@@ -75,6 +75,7 @@ def test_adapters_move_between_hosts_with_their_optimizer_state() -> None:
     assert [moved in host.weights for host in hosts] == [False, True]
 
 
+@pytest.mark.extended
 def test_workers_in_data_parallel_train_the_adapters_of_one_process() -> None:
     """Three workers share a batch of five samples. Each has all experts."""
     workers = run_ranks(lora_in_data_parallel, 3, "Qwen3-MoE")

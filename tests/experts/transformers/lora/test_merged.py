@@ -48,6 +48,7 @@ def adapters_of(model: nn.Module) -> dict[str, Tensor]:
     return by_expert(model, trained)
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_tensor_is_that_of_the_merged_model(name: str, tmp_path: Path) -> None:
     config = saved_base(tmp_path, name)

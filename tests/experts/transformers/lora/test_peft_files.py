@@ -36,6 +36,7 @@ def check(name: str, options: LoraOptions, folder: Path) -> None:
     torch.testing.assert_close(logits(loaded(folder, name)), logits(model), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_peft_loads_the_adapters_of_a_family(name: str, tmp_path: Path) -> None:
     check(name, OPTIONS, tmp_path)

@@ -156,6 +156,7 @@ HALVED = [2.0 * 0.9**epoch for epoch in range(20)]
 SETTLED = [0.5 + 1.5 * 0.5**epoch for epoch in range(20)]
 
 
+@pytest.mark.extended(but_first=3)
 @pytest.mark.parametrize(
     ("course", "deviation", "kind"),
     [
