@@ -14,18 +14,20 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from experts.copy_costs import ring_factor
 from experts.placement.division import Division, SearchBudget, Shares, on_one_host_each
-from experts.placement.problem import CLOSE, Problem, bytes_as_work, first_overfull_host, lower_bound
+from experts.placement.problem import CLOSE, PROVEN, Problem, bytes_as_work, first_overfull_host, lower_bound
 
 _ADJUST_ROUNDS = 3  # after each action
 _MOVES_FIRST = 0.7  # of the gain of a copy: a move that gains as much is taken instead
 _MAX_PAIRS = 2**15  # of copies that are compared for one action: with more, some are left out
 _DETOURS_OF_PLACING = 40
 _BUDGET_OF_PLACING = 100_000  # half a second to one second; only thousands of experts need as much
+_MAX_ENUMERATED = 4096  # assignments that are all compared
 _FEW = 24  # experts: then there are more detours, from every start
 _DETOURS_OF_FEW = 96
 _ROUNDS = 4  # of detours
@@ -58,7 +60,31 @@ class SearchLimits:
 def placed(problem: Problem) -> list[int] | None:
     """Return a host for each expert; None where no division that fits into memory was found."""
     bound = lower_bound(problem.work, problem.speed)
-    return _best_placement(problem, CLOSE * bound / problem.mean if problem.mean else 1.0)
+    found = _best_placement(problem, CLOSE * bound / problem.mean if problem.mean else 1.0)
+    slowest = math.inf if found is None else _slowest(problem, found)
+    if slowest <= bound * PROVEN or len(problem.speed) ** len(problem.work) > _MAX_ENUMERATED:
+        return found
+    return _best_of_all(problem, slowest) or found
+
+
+def _best_of_all(problem: Problem, slowest: float) -> list[int] | None:
+    """Return the best of all assignments; None where none fits into memory and is faster than ``slowest``.
+
+    With few experts and little memory, a search from a few starts may miss the only good one."""
+    best = None
+    for host_of in product(range(len(problem.speed)), repeat=len(problem.work)):
+        seconds = _slowest(problem, host_of)
+        if seconds < slowest * (1 - 1e-9) and first_overfull_host(host_of, problem) is None:
+            best = host_of
+            slowest = seconds
+    return None if best is None else list(best)
+
+
+def _slowest(problem: Problem, host_of: Sequence[int]) -> float:
+    load_H = [0.0] * len(problem.speed)
+    for work, host in zip(problem.work, host_of, strict=True):
+        load_H[host] += work
+    return max(load / speed for load, speed in zip(load_H, problem.speed, strict=True))
 
 
 def _best_placement(problem: Problem, aim: float) -> list[int] | None:
