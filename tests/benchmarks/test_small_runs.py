@@ -57,6 +57,7 @@ RUNS = (
         "--draws 1 --largest 64 8",
         (ANY, ("6", "7", "8", "6", "10"), ("even within half", "Zipf", "equal")),
         (
+            "exact",
             "ours above the optimum, worst",
             "optimum above the bound, mean",
             "median s",

@@ -26,8 +26,8 @@ LAST_WORDS = {
 
 ARGUMENTS = {"fine_tune": ["tiny"]}
 LAST_WORDS_ON_RAY = {
-    "chaos": "losses equal to the bit: True",
     "sweep": "## Weak scaling",
+    "chaos": "losses equal to the bit: True",
 }
 
 
@@ -55,7 +55,7 @@ def test_a_script_runs(name: str, tmp_path: Path) -> None:
     assert all((tmp_path / folder).is_dir() for folder in ARGUMENTS.get(name, []))
 
 
-@pytest.mark.extended
+@pytest.mark.extended(but_first=1)
 @pytest.mark.ray
 @pytest.mark.parametrize("name", LAST_WORDS_ON_RAY)
 def test_a_script_runs_on_a_cluster(name: str, tmp_path: Path, shared_cluster: RayCluster) -> None:

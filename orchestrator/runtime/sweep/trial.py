@@ -192,7 +192,7 @@ class _WorkerGroup:
 
     def run_part(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
         """Run a part of the trial on all workers; return the result of rank 0."""
-        return self._wait([actor.run_part.remote(part) for actor in self._actors])[0]
+        return self._wait([actor.run_segment.remote(part) for actor in self._actors])[0]
 
     def close(self) -> None:
         """Let the workers release the trial's resources.

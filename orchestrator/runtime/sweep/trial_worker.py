@@ -70,7 +70,7 @@ class _TrialWorker:
         self._trial = trial
         self._plan_fields = plan_fields
 
-    def run_part(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
+    def run_segment(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
         return self._trial.run_part(part), self._plan_fields
 
 
