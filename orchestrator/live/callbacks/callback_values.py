@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -139,4 +140,5 @@ def callback_value(event: Event, run: RunInfo) -> Any:
     if isinstance(event, Step | Evaluation):
         # A copy that cannot be written: the event itself goes on to other listeners.
         values["metrics"] = MappingProxyType(dict(event.metrics))
+        values |= {name: math.nan for name in ("loss", "grad_norm") if values.get(name) is None}
     return info(**{field.name: values[field.name] for field in fields(info)})

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.settings import Config
@@ -57,9 +57,18 @@ class Request:
     def __post_init__(self) -> None:
         if self.stop is not None and (not isinstance(self.stop, str) or not self.stop.strip()):
             raise UserError(f"Request(stop={self.stop!r}): stop is the reason in words, or None")
-        bad = [name for name, value in self.log.items() if not isinstance(value, SupportsFloat)]
+        bad = [name for name, value in self.log.items() if not _is_number(value)]
         if bad:
             raise UserError(f"Request(log=...): {bad[0]!r} is {self.log[bad[0]]!r}; a number was needed")
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is one number: a tensor of several elements is none, and no bool."""
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
+    return not isinstance(value, bool)
 
 
 class Callback:

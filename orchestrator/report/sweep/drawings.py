@@ -47,8 +47,6 @@ MAX_NAME_CHARS = 24
 LEFT_AXIS = 0.08
 """Place of the first axis: its marks are to the left of it."""
 RIGHT_AXIS = 0.96
-NAMES_GAP = 0.06
-"""Part of the height of parallel coordinates above and below the axes."""
 
 
 def heat_drawing(record: SweepRecord) -> Plot | None:

@@ -19,7 +19,6 @@ from orchestrator.report.sweep.trials import (
     PLANNED,
     num_devices,
     throughput,
-    throughput_interval,
     trial_settings,
 )
 from orchestrator.types import printable, seconds_text, speed_text, value_text
@@ -175,10 +174,6 @@ def rate_text(speed: float | None, interval: float | None) -> str:
     """Return '1,234 ± 2.1%'; without '±' if the interval is unknown."""
     spread = f" ± {100 * interval:.1f}%" if speed is not None and interval is not None else ""
     return speed_text(speed) + spread
-
-
-def trial_rate_text(row: TrialRow) -> str:
-    return rate_text(throughput(row), throughput_interval(row))
 
 
 def hours_text(hours: float | None) -> str:

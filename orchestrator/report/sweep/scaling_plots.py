@@ -92,7 +92,7 @@ def _efficiency_panel(title: str, explanation: str, shown: Sequence[ScalingSerie
 def _measured_curves(
     label: str, series: ScalingSeries, values: Frame, errors: Frame, color: int
 ) -> list[PanelCurve]:
-    """Return the measured points, and a vertical line through each, as long as its interval."""
+    """Return a vertical line for each point, as long as its interval, and above it the measured points."""
     measured = []
     bars: Points = []
     known = zip(series.points["devices"], values, errors.fillna(0.0), strict=True)
@@ -101,4 +101,4 @@ def _measured_curves(
         measured.append((x, float(value)))
         # nan separates the lines.
         bars += [(x, value - error), (x, value + error), (x, math.nan)]
-    return [PanelCurve(label, measured, "dots", color), PanelCurve(label, bars, "raw", color)]
+    return [PanelCurve(label, bars, "raw", color), PanelCurve(label, measured, "dots", color)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness.runs.records import made
 from orchestrator.config.settings import Config
@@ -105,6 +107,13 @@ def test_restarted_workers_do_not_start_the_run_again() -> None:
     assert seen.values[0].config == Config()
 
 
+def test_a_figure_that_a_step_lacks_is_nan() -> None:
+    seen = Seen()
+    runner, _ = runner_of(seen)
+    runner(made({**STEP, "grad_norm": None}))
+    assert math.isnan(seen.values[0].grad_norm)
+
+
 def test_requests_are_collected() -> None:
     answer = Request(stop="good enough", save=True, log={"ratio": 2})
     runner, written = runner_of(Seen(answer), Seen())
@@ -151,7 +160,12 @@ def test_a_wrong_answer_is_an_error_of_the_callback() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"stop": True}, "stop is the reason in words"), ({"log": {"x": "many"}}, "'x' is 'many'; a number")],
+    [
+        ({"stop": True}, "stop is the reason in words"),
+        ({"log": {"x": "many"}}, "'x' is 'many'; a number"),
+        ({"log": {"x": True}}, "'x' is True; a number"),
+        ({"log": {"x": torch.ones(2)}}, "a number was needed"),
+    ],
 )
 def test_an_impossible_request_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
