@@ -9,7 +9,8 @@ PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c co
 # Packages have files for later Pythons, which do not compile.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib/python3*/site-packages || true
 
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+# Processes of the tests compile the source once, not each for itself. Three for two cores: tests wait for hosts to start.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 
 .PHONY: train test test-all check slow gpu soak mutants docs docs-settings docs-images cluster-files dist sbom licences try-install clean
 
@@ -43,10 +44,11 @@ mutants: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# docs/settings.md and docs/coming-from.md, from the settings of the code
+# docs/settings.md, docs/coming-from.md and docs/combinations.md, from the settings of the code
 docs-settings: $(VENV)/.installed-dev
 	$(BIN)/python docs/generate_settings.py
 	$(BIN)/python docs/generate_coming_from.py
+	$(BIN)/python -m docs.generate_combinations
 
 # docs/images, from small runs and their pages in Chromium
 docs-images: $(VENV)/.installed-dev

@@ -10,8 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator.launch.files import file_text
-from orchestrator.launch.launch import Launch
-from orchestrator.launch.options import LaunchOptions
+from orchestrator.launch.launch import Launch, LaunchOptions
 
 FOLDER = Path(__file__).resolve().parent
 FILES = {

@@ -26,6 +26,7 @@ VERBS = (
     "train",
     "resume",
     "evaluate",
+    "verify",
     "export",
     "plan",
     "bench",
@@ -36,8 +37,8 @@ VERBS = (
     "launch",
     "init",
 )
-# of init, watch and resume, report, evaluate, and launch
-POSITIONAL = ("path", "folder", "folders", "checkpoint", "kind")
+# of init, watch and resume, report, evaluate, verify, and launch
+POSITIONAL = ("path", "folder", "folders", "checkpoint", "run", "kind")
 
 INTRODUCTION = """# Settings
 

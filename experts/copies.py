@@ -7,7 +7,7 @@ through the exchange of all hosts, which those without a copy enter with nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -25,6 +25,16 @@ _NOT_HELD = 0
 _FROZEN = 1
 _FIRST_DTYPE = 2
 _HEADER = (0x636F7079,)  # marks the exchange in which hosts agree on types
+
+
+ValuesOf = Callable[[nn.Parameter], Tensor]
+"""Returns the values of a stack that are added up over the copies."""
+
+
+def gradient_of(stack: nn.Parameter) -> Tensor:
+    """Return the gradient of a stack of experts."""
+    assert stack.grad is not None, "an expert without tokens has a gradient of zero"
+    return stack.grad
 
 
 @dataclass(frozen=True)
@@ -56,9 +66,10 @@ class _LocalCopies:
     hosts: tuple[int, ...]
     runs: tuple[tuple[int, int], ...]
     """The first and the last place of each run, in the order of the vector."""
+    values_of: ValuesOf
 
     @classmethod
-    def of(cls, copied: _CopiedExperts) -> _LocalCopies:
+    def of(cls, copied: _CopiedExperts, values_of: ValuesOf) -> _LocalCopies:
         (group,) = (each for each in copied.bank.classes if each.hidden == copied.size)
         places = [group.rows.index(row) for row in copied.rows]
         runs: list[tuple[int, int]] = []
@@ -68,12 +79,11 @@ class _LocalCopies:
             else:
                 runs.append((place, place))
         stack = copied.bank.get_parameter(f"{copied.role}_{copied.size}")
-        return cls(stack, copied.hosts, tuple(runs))
+        return cls(stack, copied.hosts, tuple(runs), values_of)
 
     def views(self, begin: int, end: int) -> Iterator[Tensor]:
         """Yield the parts of the gradient that hold these elements of the vector."""
-        gradient = self.stack.grad
-        assert gradient is not None, "an expert without tokens has a gradient of zero"
+        gradient = self.values_of(self.stack)
         row_length = gradient[0].numel()
         first = 0
         for first_place, last_place in self.runs:
@@ -132,8 +142,13 @@ class _Round:
 class CopiedGradients:
     """Adds up the gradients of copies, in the order of hosts: all copies get the same sum to the bit."""
 
-    def __init__(self, layers: Sequence[RoutedExperts], exchange: GroupExchange) -> None:
+    def __init__(
+        self, layers: Sequence[RoutedExperts], exchange: GroupExchange, sums: ValuesOf | None = None
+    ) -> None:
+        """``sums`` returns the gradient of a stack as integers, where these are added up in its place."""
         self._exchange = exchange
+        self._values_of = sums or gradient_of
+        self._sum_dtype = torch.int64 if sums else None
         self._device = layers[0].load_E.device if layers else torch.device("cpu")
         banks = {layer.bank: layer.structure for layer in layers}
         self._banks = list(banks.items())
@@ -229,8 +244,8 @@ class CopiedGradients:
                 for host in copied.hosts:
                     ends[host] = begin + copied.length
                 if self._exchange.rank in copied.hosts:
-                    pieces += _cut(_LocalCopies.of(copied), begin, copied.length)
-            of_dtype = [_Round(dtype) for _ in range(-(-max(ends) // PIECE_ELEMENTS))]
+                    pieces += _cut(_LocalCopies.of(copied, self._values_of), begin, copied.length)
+            of_dtype = [_Round(self._sum_dtype or dtype) for _ in range(-(-max(ends) // PIECE_ELEMENTS))]
             for number, piece in pieces:
                 of_dtype[number].pieces.append(piece)
             rounds += of_dtype
@@ -252,7 +267,8 @@ class CopiedGradients:
         for copied in self._copied_experts():
             if self._exchange.rank in copied.hosts:
                 stack = copied.bank.get_parameter(f"{copied.role}_{copied.size}")
-                code = _FIRST_DTYPE + _DTYPES.index(stack.dtype) if stack.requires_grad else _FROZEN
+                dtype = stack.grad_dtype or stack.dtype
+                code = _FIRST_DTYPE + _DTYPES.index(dtype) if stack.requires_grad else _FROZEN
                 codes[copied.bank, copied.role] = code
         own = torch.tensor(list(codes.values()), dtype=torch.int64, device=self._device)
         table_NC = own.expand(self._exchange.size, -1).contiguous()

@@ -4,52 +4,48 @@ Stacked tensors are split into one entry per global expert id, and joined again 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.moe.bank import ExpertBank
+from experts.moe.bank import ExpertBank, named_banks
 
 
 def stacked_names(model: nn.Module) -> dict[str, list[str]]:
     """Return the names of the experts' entries, in stacked order, by the name of their stack.
 
     For expert 3, ``blocks.0.bank.up_64`` has the entry ``blocks.0.bank.3.up``."""
-    names: dict[str, list[str]] = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, ExpertBank):
-            for group, role, _ in module.stacks():
-                entries = [f"{prefix}.{module.ids[row]}.{role}" for row in group.rows]
-                names[f"{prefix}.{role}_{group.hidden}"] = entries
-    return names
+    return {
+        f"{prefix}.{role}_{group.hidden}": [f"{prefix}.{bank.ids[row]}.{role}" for row in group.rows]
+        for prefix, bank in named_banks(model)
+        for group, role, _ in bank.stacks()
+    }
 
 
 def remote_expert_names(model: nn.Module) -> set[str]:
     """Return the names of the entries of experts on other hosts."""
-    names: set[str] = set()
-    for prefix, module in model.named_modules():
-        if isinstance(module, ExpertBank):
-            remote = set(range(len(module.sizes))) - set(module.held)
-            names |= {f"{prefix}.{module.ids[row]}.{role}" for row in remote for role in module.form.roles}
-    return names
+    return _entries(model, lambda bank: set(range(len(bank.sizes))) - set(bank.held))
 
 
 def copied_expert_names(model: nn.Module) -> set[str]:
     """Return the names of the entries that this host holds a copy of, and another host saves."""
-    names: set[str] = set()
-    for prefix, module in model.named_modules():
-        if isinstance(module, ExpertBank):
-            copied = set(module.held) - set(module.owned)
-            names |= {f"{prefix}.{module.ids[row]}.{role}" for row in copied for role in module.form.roles}
-    return names
+    return _entries(model, lambda bank: set(bank.held) - set(bank.owned))
+
+
+def _entries(model: nn.Module, rows_of: Callable[[ExpertBank], set[int]]) -> set[str]:
+    return {
+        f"{prefix}.{bank.ids[row]}.{role}"
+        for prefix, bank in named_banks(model)
+        for row in rows_of(bank)
+        for role in bank.form.roles
+    }
 
 
 def held_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the ids of this host's experts, by the name of their bank."""
-    banks = {name: module for name, module in model.named_modules() if isinstance(module, ExpertBank)}
-    return {name: tuple(bank.ids[row] for row in bank.held) for name, bank in banks.items()}
+    return {name: tuple(bank.ids[row] for row in bank.held) for name, bank in named_banks(model)}
 
 
 def is_expert_parallel(model: nn.Module) -> bool:

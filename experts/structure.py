@@ -224,10 +224,7 @@ def _on_hosts(expert: Expert, hosts: tuple[int, ...], split: tuple[int, ...]) ->
 
 def _with_born(layer: LayerStructure, change: Change, step: int, chooses_all: bool) -> LayerStructure:
     (new_id,) = change.ids
-    if new_id != layer.next_id:
-        raise ValueError(
-            f"the next expert of {layer.name} is {layer.next_id}; expert {new_id} was to be born"
-        )
+    _check_new_id(layer, new_id)
     parent = layer.expert(change.parents[0]) if change.parents else None
     assert parent is not None or change.size is not None, "an expert made afresh needs a size"
     size = parent.size if parent is not None else change.size

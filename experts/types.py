@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Kind = Literal["swiglu", "ffn"]
 Scores = Literal["softmax", "sigmoid"]
 Kernel = Literal["auto", "loop", "grouped"]
+Packing = Literal["nf4", "int8"]
+"""Forms of frozen weights in 4 or 8 bits."""
 
 
 @dataclass(frozen=True)

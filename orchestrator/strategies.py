@@ -12,10 +12,12 @@ from typing import Literal
 
 from orchestrator.types import MIB
 
-StrategyName = Literal["single", "data_parallel", "expert_parallel"]
+StrategyName = Literal["single", "data_parallel", "live_data_parallel", "expert_parallel"]
 
 _ONLY_EXPERTS = "experts are divided there"
+_ON_EACH = "every worker has all experts"
 _WITHOUT_DDP = "gradients are summed without DDP there"
+_OWN_STATISTICS = "its hosts keep their own statistics"
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class StrategyFacts:
     """The facts of one strategy for the parts of the product that do not compute."""
 
     name: StrategyName
+    asked_with: tuple[str, str]
+    """The setting, and its value, that ask for the strategy."""
+    instead: str = "data_parallel"
+    """Names a strategy that serves what this one refuses."""
     whole_experts: str = ""
     """Words for messages that say which workers have all experts; empty where the experts are divided."""
     in_process: bool = False
@@ -54,26 +60,48 @@ class StrategyFacts:
         return not self.whole_experts
 
 
-SINGLE = StrategyFacts("single", whole_experts="one process has all experts", in_process=True)
+SINGLE = StrategyFacts(
+    "single", ("workers", "1"), whole_experts="one process has all experts", in_process=True
+)
 
 DATA_PARALLEL = StrategyFacts(
     "data_parallel",
-    whole_experts="every worker has all experts",
+    ("parallel_strategy", "data_parallel"),
+    whole_experts=_ON_EACH,
     first_bucket_bytes=MIB,  # of DDP
 )
 
+_REFUSED_BY_HOSTS = (
+    Refusal("sync_batchnorm", (True,), _OWN_STATISTICS),
+    Refusal("static_graph", (True,), _WITHOUT_DDP),
+    Refusal("find_unused_parameters", (True,), _WITHOUT_DDP),
+    Refusal("gradient_as_bucket_view", (False,), _WITHOUT_DDP),
+)
+
+LIVE_DATA_PARALLEL = StrategyFacts(
+    "live_data_parallel",
+    ("recovery", "live"),
+    instead="recovery restart",
+    whole_experts=_ON_EACH,
+    replaces_workers=True,
+    copies_gradients=True,
+    refusals=(
+        *_REFUSED_BY_HOSTS,
+        Refusal("cpu_offload", (True,), "hosts that can be replaced keep their shards on the device"),
+    ),
+)
+"""Data parallel on hosts that are replaced one by one: a dense model, whole on each or in shards."""
+
 EXPERT_PARALLEL = StrategyFacts(
     "expert_parallel",
+    ("parallel_strategy", "expert_parallel"),
     replaces_workers=True,
     copies_gradients=True,
     refusals=(
         Refusal("sharding", ("zero2", "zero3"), "it shards the dense part alone there", unless_asked=True),
         Refusal("cpu_offload", (True,), _ONLY_EXPERTS),
-        Refusal("sync_batchnorm", (True,), "its hosts keep their own statistics"),
-        Refusal("static_graph", (True,), _WITHOUT_DDP),
-        Refusal("find_unused_parameters", (True,), _WITHOUT_DDP),
-        Refusal("gradient_as_bucket_view", (False,), _WITHOUT_DDP),
-        Refusal("batch_size", ("auto",), "whole models are measured, and it divides them"),
+        *_REFUSED_BY_HOSTS,
+        Refusal("recovery", ("restart",), "a lost host is replaced there while the others keep their state"),
     ),
     own_settings={
         "gate": ("replicated",),
@@ -86,7 +114,7 @@ EXPERT_PARALLEL = StrategyFacts(
 )
 
 STRATEGIES: Mapping[str, StrategyFacts] = MappingProxyType(
-    {facts.name: facts for facts in (SINGLE, DATA_PARALLEL, EXPERT_PARALLEL)}
+    {facts.name: facts for facts in (SINGLE, DATA_PARALLEL, LIVE_DATA_PARALLEL, EXPERT_PARALLEL)}
 )
 
 

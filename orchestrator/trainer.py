@@ -31,6 +31,7 @@ from orchestrator.plan.inventory.hardware import (
     secret_values,
     set_environment,
 )
+from orchestrator.plan.ladder import check_fits
 from orchestrator.plan.workers import (
     check_cpu,
     choose_backend,
@@ -40,7 +41,7 @@ from orchestrator.plan.workers import (
     uses_gpus,
     workers_flag,
 )
-from orchestrator.preparation import prepare_run
+from orchestrator.preparation import plan_request, prepare_run
 from orchestrator.result import Result
 from orchestrator.storage.address import location_text
 from orchestrator.tasks.generation import MAX_NEW_TOKENS, GenerationOptions
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from orchestrator.train.remote.run import RemoteRun
     from orchestrator.train.worker.batch_size import BatchSizeResult
     from orchestrator.training_run import TrainingRun
+    from orchestrator.verification import Verification, VerificationResult
 
 
 class Trainer:
@@ -186,14 +188,22 @@ class Trainer:
         return task.with_held_out(config.data.validation_share, config.run.seed)
 
     def find_batch_size(self) -> BatchSizeResult:
-        """Return the choice of ``--batch-size auto``: the largest batch on a GPU, the fastest on a CPU."""
+        """Return the choice of ``--batch-size auto``: the largest batch on a GPU, the fastest on a CPU.
+
+        Raises UserError where several workers have parts of the model: only they can measure it together."""
         from orchestrator.train.group.world import World
-        from orchestrator.train.worker.batch_probe import find_batch
+        from orchestrator.train.worker.batch_probe import divides_model, find_batch
         from orchestrator.train.worker.torch_settings import torch_settings
 
         prepared = self.prepare()
         config = prepared.resolved.config
         chosen = prepared.plan
+        if chosen.workers.value > 1 and divides_model(chosen):
+            raise UserError(
+                f"find_batch_size() measures in this process, and {chosen.workers.value} workers divide the "
+                f"model ({chosen.strategy.value}, sharding {chosen.sharding.value}); train with --batch-size "
+                "auto: they measure it together"
+            )
         world = World.single_process(chosen.device.value)
         with torch_settings(config, chosen, world.device):
             return find_batch(config, chosen, prepared.task, world, prepared.facts)
@@ -216,10 +226,9 @@ class Trainer:
         does not block it."""
         with self._opened_run():
             config = self.resolved.config
-            if not workers_flag(config):
-                hardware = self._take_inventory()
-                if trains_in_process(config, hardware, in_cluster()):
-                    return self._run_in_process(self._prepare(hardware, None))
+            hardware = self._hardware_for_one_process()
+            if hardware is not None:
+                return self._run_in_process(self._prepare(hardware, None))
             from orchestrator.run.run_dir import check_unused
             from orchestrator.train.strategies.placement_file import check_placement_file
 
@@ -287,16 +296,47 @@ class Trainer:
     def _evaluate(self, evaluation: CheckpointEvaluation) -> EvaluationResult:
         config = self.resolved.config
         task = evaluation.task(self._given_task(config), with_absolute_paths(config, Path.cwd()))
-        if not workers_flag(config):
-            hardware = self._take_inventory()
-            if trains_in_process(config, hardware, in_cluster()):
-                return evaluation.run_in_process(self._prepare(hardware, None, task))
+        return self._run_job(evaluation, task)
+
+    def _run_job(self, job: CheckpointEvaluation | Verification, task: Task) -> Any:
+        """Run a job with the current settings: in this process, or on the workers of a cluster."""
+        config = self.resolved.config
+        hardware = self._hardware_for_one_process()
+        if hardware is not None:
+            return job.run_in_process(self._prepare(hardware, None, task))
         from orchestrator.runtime.cluster.session import session
         from orchestrator.runtime.cluster.survey import survey
 
-        with session(config, evaluation.screen.note) as joined:
+        with session(config, job.screen.note) as joined:
             cluster, node = survey(self._take_inventory(), joined)
-            return evaluation.run_on_workers(self._prepare(node, cluster, task), cluster)
+            return job.run_on_workers(self._prepare(node, cluster, task), cluster)
+
+    def _hardware_for_one_process(self) -> Inventory | None:
+        """Return the hardware here if this process trains; None if workers do."""
+        config = self.resolved.config
+        if workers_flag(config):
+            return None
+        hardware = self._take_inventory()
+        return hardware if trains_in_process(config, hardware, in_cluster()) else None
+
+    def verify(
+        self, run: str | Path, steps: str | None = None, other_machine: bool = False
+    ) -> VerificationResult:
+        """Recompute steps of a run with ``--reproducible``, and compare them with its record; write nothing.
+
+        ``steps`` is ``"A..B"``: from the newest checkpoint at or before step A until step B; by default from
+        the oldest checkpoint to the last step. Settings are those of the run; ``workers``,
+        ``parallel_strategy`` and the like divide the work in another way. ``other_machine`` compares on
+        another kind of device too.
+        """
+        from orchestrator.verification import Verification
+
+        verification = Verification(Path(run), steps, other_machine, self._quiet)
+        with self._restored_settings():
+            self.resolved = verification.settings(self.resolved)
+            config = self.resolved.config
+            task = verification.task(self._given_task(config), with_absolute_paths(config, Path.cwd()))
+            return self._run_job(verification, task)
 
     def devices(self) -> tuple[str, int]:
         """Return the devices that a run could use, of the cluster it would join or of this machine.
@@ -363,6 +403,7 @@ class Trainer:
         from orchestrator.train.worker.resume import check_start_checkpoint
 
         config = prepared.resolved.config
+        check_fits(plan_request(prepared))
         check_start_checkpoint(config)
         with opened_run_dir(config, results_folder()) as run_dir:
             return self._training_run().in_process(prepared, run_dir)
@@ -387,6 +428,7 @@ class Trainer:
             prestart_workers(num_workers + num_spares(requested), requested)
         prepared = self._prepare(node, cluster)
         config = prepared.resolved.config
+        check_fits(plan_request(prepared))
         check_start_checkpoint(config)
         if prepared.plan.strategy_facts.divides_experts:
             placement_file(config, prepared.facts, num_workers)

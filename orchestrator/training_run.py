@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orchestrator.live.callbacks.callbacks import CallbackRunner
 from orchestrator.live.metrics.endpoint import RunMetrics
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from orchestrator.config.settings import Config
     from orchestrator.run.prepared_run import PreparedRun
     from orchestrator.run.run_settings import ResumedSettings
+    from orchestrator.runtime.driver import StartAttempt
     from orchestrator.train.remote.run import RemoteRun
 
 
@@ -92,7 +93,7 @@ class TrainingRun:
         self._show_banner(prepared, run_dir)
         observers = Observers(self.screen, self.callbacks, self.remote, self._listeners(run_dir))
         try:
-            status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
+            status = drive(attempt_starter(prepared), prepared, cluster, run_dir, observers)
         except Exception:
             self._show_failure(prepared.resolved.config, run_dir, starts_before)
             raise
@@ -169,12 +170,12 @@ class TrainingRun:
         return Result(status, run_dir, summary, model, not_written)
 
 
-def _worker_group_type(prepared: PreparedRun) -> Any:
-    """Return the class that starts and watches the workers of the plan's strategy."""
+def attempt_starter(prepared: PreparedRun) -> StartAttempt:
+    """Return the function that starts the workers of the plan's strategy, and lets them be watched."""
     if prepared.plan.strategy_facts.replaces_workers:
         from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
 
         return ExpertParallelRun
-    from orchestrator.runtime.data_parallel.fit import DataParallelRun
+    from orchestrator.runtime.data_parallel.fit import start_attempt
 
-    return DataParallelRun
+    return start_attempt

@@ -101,9 +101,9 @@ def flops_text(count: float) -> str:
     return f"{text[:-1]} {text[-1]}FLOP" if text[-1].isalpha() else f"{text} FLOP"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun: '1 layer', '2,000 layers'."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def counted(count: int, noun: str, many: str = "") -> str:
+    """Return a number with its noun: '1 layer', '2,000 layers'. ``many`` is a plural without an s alone."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {many or f'{noun}s'}"
 
 
 def seconds_text(seconds: float) -> str:
@@ -150,3 +150,8 @@ def first_line(message: object, max_chars: int | None = 200) -> str:
     """Return an error's first line, cut to ``max_chars``; the name of its class if it has no text."""
     lines = str(message).strip().splitlines()
     return lines[0][:max_chars] if lines else type(message).__name__
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting or an option: 'max_steps' -> '--max-steps'."""
+    return f"--{name.replace('_', '-')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -27,8 +28,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get
 settings.register_profile("without deadlines", deadline=None)
 settings.load_profile("without deadlines")
 
+# Thousands of tests and the modules that they import stay to the end: the garbage collector, which would go
+# through all of them again and again, leaves them out (``pytest_collection_finish``).
+gc.disable()
+
 _RAY_FILES = (
     "tests/test_documentation.py",
+    "tests/examples/test_examples.py",
     "tests/experts/hosts/test_actor_host.py",
     "tests/runtime/cluster/test_auth_clusters.py",
     "tests/runtime/cluster/test_prestart.py",
@@ -46,19 +52,31 @@ _RAY_FILES = (
     "tests/security/test_cluster_leaks.py",
 )
 
+_SOURCE_FILES = (
+    "tests/test_architecture.py",
+    "tests/test_import_cycles.py",
+    "tests/benchmarks/test_groups.py",
+    "tests/security/test_code_loading.py",
+)
+"""Tests that parse the whole source: one process parses it for all of them."""
+
 
 def _group(file: str) -> str:
-    """Return the scheduling group: files that start Ray share one worker; every other file is its
-    own group.
-    """
-    return "ray" if Path(file).as_posix().endswith(_RAY_FILES) else file
+    """Return the scheduling group: files that start Ray share one worker, and so do those that parse the
+    source and those that read the site of the documentation; every other file is its own group."""
+    path = Path(file).as_posix()
+    if path.endswith(_RAY_FILES):
+        return "ray"
+    if path.endswith(_SOURCE_FILES):
+        return "sources"
+    return "site" if "tests/docs/" in path else file
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that start Ray first, because they take longest. Leave the first cases of each test that
-    is marked ``extended(but_first=N)`` to ``make test``."""
-    items.sort(key=lambda item: not _group(str(item.path)).startswith("ray"))
+    """Run the tests that start Ray first, because they take longest, then those that train. Leave the first
+    cases of each test that is marked ``extended(but_first=N)`` to ``make test``."""
+    items.sort(key=lambda item: _turn(str(item.path)))
     cases: dict[str, int] = defaultdict(int)
     for item in items:
         test = item.nodeid.partition("[")[0]
@@ -70,9 +88,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: mark functions, not modules, with extended(but_first=N)")
 
 
+def _turn(file: str) -> int:
+    """Return when the tests of a file begin: files that take seconds come last, so that both workers end
+    together."""
+    if _group(file) == "ray":
+        return 0
+    return 1 if "tests/train/" in Path(file).as_posix() else 2
+
+
 def _spares(mark: pytest.Mark, case: int) -> bool:
     """Return whether a mark says that the n-th case of a test is run by ``make test``."""
     return mark.name == "extended" and case <= mark.kwargs.get("but_first", 0)
+
+
+def pytest_collection_finish() -> None:
+    """Collect the garbage of tests only."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

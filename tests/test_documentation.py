@@ -8,11 +8,15 @@ A block ```` ```bash ```` runs, line by line, in one folder per page. A block ``
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import re
 import runpy
 import shlex
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -21,14 +25,77 @@ from typing import Any
 import pytest
 
 from harness.docs.documents import PAGES, ROOT, Block, blocks, broken_links, page_name, prose
-from harness.docs.setting_readers import find_readers
 from harness.hosts.cluster import RayCluster
 from harness.hosts.ranks import run_ranks
 from harness.runs.cli_runs import complete, enter_folder
 from orchestrator.cli.launch import split
 from orchestrator.cli.train import TrainOptions
 from orchestrator.config.reading.flags import read_flags, read_options
-from orchestrator.config.settings import flat_names
+from orchestrator.config.settings import flat_names, section_types
+
+
+def find_readers() -> dict[str, list[str]]:
+    """Return the packages that read each setting, by its flat name.
+
+    A read is an attribute ``config.section.name``, or ``section.name`` where a function is given
+    its section. Where no module reads a setting so, every attribute and every string of that name
+    counts, and every call of a method of the section that reads it.
+    """
+    sections = {field.name: section for section, kind in section_types().items() for field in fields(kind)}
+    methods = _methods_that_read()
+    direct: dict[str, set[str]] = {name: set() for name in [*sections, "task"]}
+    indirect: dict[str, set[str]] = {name: set() for name in direct}
+    for path, tree in _modules():
+        for node in ast.walk(tree):
+            name = _name_read(node)
+            if name in direct:
+                of_section = isinstance(node, ast.Attribute) and _last_name(node.value) == sections.get(
+                    name, "config"
+                )
+                (direct if of_section else indirect)[name].add(_package(path))
+            for setting in methods.get(name or "", ()):
+                indirect[setting].add(_package(path))
+    return {name: sorted(packages or indirect[name]) for name, packages in direct.items()}
+
+
+def _methods_that_read() -> dict[str, list[str]]:
+    """Return the settings that the methods of their sections read, by the name of the method."""
+    found: dict[str, list[str]] = {}
+    for kind in section_types().values():
+        names = {field.name for field in fields(kind)}
+        tree = ast.parse(inspect.getsource(kind))
+        for method in ast.walk(tree):
+            if isinstance(method, ast.FunctionDef) and method.name != "__post_init__":
+                read = {node.attr for node in ast.walk(method) if isinstance(node, ast.Attribute)}
+                found[method.name] = sorted(read & names)
+    return found
+
+
+def _modules() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted((ROOT / "orchestrator").rglob("*.py")):
+        relative = path.relative_to(ROOT / "orchestrator")
+        if relative.parts[0] != "config":
+            yield relative, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _package(path: Path) -> str:
+    """Return the folder of a module, or its own name at the top: ``trainer``."""
+    return path.parent.as_posix() if len(path.parts) > 1 else path.stem
+
+
+def _name_read(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Attribute):
+        # Of torch: ``finfo(dtype).eps`` is no setting.
+        of_call = isinstance(node.value, ast.Call) and _last_name(node.value.func) == "finfo"
+        return None if of_call else node.attr
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _last_name(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
+
 
 BLOCKS = blocks()
 NOT_RUN = {
@@ -40,10 +107,11 @@ NOT_RUN = {
     "docs/evaluation.md": 3,
     "docs/expert-parallelism.md": 1,
     "docs/index.md": 2,
-    "docs/language-models.md": 7,
+    "docs/language-models.md": 8,
     "docs/live-view.md": 2,
     "docs/performance.md": 1,
     "docs/recovery.md": 1,
+    "docs/reproducible.md": 1,
     "docs/reports.md": 1,
     "docs/security.md": 2,
     "docs/settings.md": 1,
@@ -52,7 +120,7 @@ NOT_RUN = {
     "docs/training.md": 2,
     "docs/transformers.md": 2,
 }
-TESTED_ELSEWHERE = ("orchestrator check",)  # tests/cli: it tries every precision and compiles
+TESTED_ELSEWHERE = ("orchestrator check",)  # tests/cli/test_check.py: it tries every precision and compiles
 # Flags of every program, of ray, kubectl, Slurm, SkyPilot and tensorboard, and of the benchmarks and tools
 FLAGS_OF_OTHERS = frozenset(
     {
@@ -254,6 +322,7 @@ def _positional(verb: str) -> Any:
         "resume": "folder",
         "init": "path",
         "evaluate": "checkpoint",
+        "verify": "run",
         "launch": "kind",
     }
     return ("checkpoint", "folder") if verb == "export" else names.get(verb)

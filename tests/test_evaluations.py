@@ -233,7 +233,7 @@ def test_mistakes_are_told_before_anything_is_evaluated(run: Path, tmp_path: Pat
         evaluating().evaluate(tmp_path / "nothing")
     with pytest.raises(UserError, match="holds no checkpoint"):
         evaluating().evaluate(tmp_path)
-    with pytest.raises(UserError, match="memory://none/run holds no checkpoint"):
+    with pytest.raises(UserError, match="memory://none/run: there is nothing"):
         evaluating().evaluate("memory://none/run")
     with pytest.raises(UserError, match="ftp:// is not known"):
         evaluating().evaluate("ftp://host/run")
@@ -344,6 +344,7 @@ def test_generations_of_a_language_model_are_in_the_result_and_on_the_page(
     assert json.loads(path.read_text())["samples"] > held_out_samples
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

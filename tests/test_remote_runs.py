@@ -22,9 +22,10 @@ from orchestrator import Config, Result, Trainer, read_run
 from orchestrator.config.reading.reader import read_file as read_config
 from orchestrator.errors import OrchestratorError, TrainingFailed, UserError
 from orchestrator.record.files.reading import of_kind, read_events
+from orchestrator.storage import folder as storage_folder
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.remote import mirror, retry
+from orchestrator.train.remote import mirror
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 
 
@@ -252,7 +253,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
         upload(self, source, name, *rest)
 
     monkeypatch.setattr(RemoteFolder, "upload", fail)
-    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(storage_folder, "_FIRST_WAIT_SECONDS", 0.001)
 
 
 def test_a_failing_upload_is_tried_again_and_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +294,7 @@ def test_a_resumed_run_whose_uploads_fail_names_the_checkpoint_that_is_there(
 ) -> None:
     fit(url, max_steps=4)
     monkeypatch.setattr(RemoteCheckpoints, "upload", refuse_upload)
-    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(storage_folder, "_FIRST_WAIT_SECONDS", 0.001)
     with pytest.raises(TrainingFailed, match="failed 6 times"):
         fit(url, max_steps=6, resume="auto")
     messages = [

@@ -261,7 +261,7 @@ def test_a_tracker_that_fails_is_a_warning_event(tmp_path: Path, monkeypatch: py
 
 
 def test_sigint_writes_a_checkpoint_and_exits_130(tmp_path: Path) -> None:
-    flags = ["--run-dir", str(tmp_path / "run"), "--epochs", "5000", "--trackers"]
+    flags = ["--run-dir", str(tmp_path / "run"), "--epochs", "5000", "--trackers", "--plots", "off"]
     process = subprocess.Popen(
         [sys.executable, "-m", "orchestrator", "train", *flags],
         stdout=subprocess.PIPE,

@@ -44,6 +44,7 @@ def test_a_step_repeated_after_out_of_memory_updates_batch_norm_once(tmp_path: P
     assert num_batches_tracked(True) == 8, "four steps in two halves each, without the failed attempt"
 
 
+@pytest.mark.extended
 def test_an_evaluation_that_does_not_fit_is_done_in_halves(tmp_path: Path) -> None:
     def tight_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         if not model.training and len(batch[0]) > 5:

@@ -25,7 +25,8 @@ from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from experts.balance import moe_layers
 from experts.model import place
 from experts.transformers.files.original import OriginalNames, Stored, plan_writing
-from experts.transformers.files.reading import no_progress, read_weights
+from experts.transformers.files.pieces import no_progress
+from experts.transformers.files.reading import read_weights
 from experts.transformers.files.writing import write_weights
 from experts.transformers.registration import use
 from orchestrator.checkpoint.files import HostPart, write_manifest, write_part

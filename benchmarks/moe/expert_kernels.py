@@ -1,5 +1,5 @@
 """The experts' two kernels, forward and backward, at sizes from tiny to large: the basis of
-``experts.kernels.choice``.
+``experts.kernels.grouped``.
 
 python -m benchmarks.moe.expert_kernels [--rounds 5] [--out FILE]
 """
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from experts.kernels.choice import choose_kernel
-from experts.kernels.grouped import experts_grouped
+from experts.kernels.grouped import choose_kernel, experts_grouped
 from experts.kernels.loop import experts_loop
 
 SHAPES = (  # experts, rows, width, hidden

@@ -29,8 +29,8 @@ from experts.rebalance.decisions import layer_imbalance
 from experts.rebalance.replicas import replica_placement
 from experts.structure import LayerStructure
 from experts.types import Routing
-from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.saved_experts import EvolutionState
 from orchestrator.config.settings import Config
 from orchestrator.record.files.log import SilentLog
 from orchestrator.tasks.task import Loss, Task, TensorData
@@ -163,7 +163,7 @@ class Variant:
             seed=0,
             clip_norm=1.0,
             clock=PhaseClock(),
-            emit=lambda *_, **__: None,
+            emit=SilentLog().write,
         )
         self.evolution = self._evolution() if balances else None
         self.progress = Progress()

@@ -30,8 +30,10 @@ from experts.balance import moe_layers
 from experts.hosts.group import GroupFactory
 from experts.hosts.membership import GroupMembership
 from experts.model import place
+from experts.tokens.bounds import ExchangeBounds
 from orchestrator.config.settings import Config
-from orchestrator.measure.timed_steps import ignore_events, step_seconds
+from orchestrator.measure.timed_steps import step_seconds
+from orchestrator.record.files.log import ignore_event
 from orchestrator.tasks.load import load_task
 from orchestrator.train.data.loading import LoaderOptions
 from orchestrator.train.data.opening import open_feed
@@ -117,7 +119,7 @@ def _measure(world: World, rows: str, chunks: int, steps: int, small: bool) -> d
     strategy = stepper.strategy
     assert isinstance(strategy, ExpertParallelStrategy)
     if rows == "bounded":
-        strategy.bound_rows()
+        strategy.context.bounds = ExchangeBounds(world.device)
     numbers = count()
     losses: list[Any] = []
 
@@ -164,7 +166,7 @@ def _stepper(world: World, sizes: Sizes, chunks: int) -> tuple[Stepper, Any]:
         seed=0,
         clip_norm=1.0,
         clock=PhaseClock(),
-        emit=ignore_events,
+        emit=ignore_event,
     )
     return stepper, (batch for epoch in count() for batch in feed.steps(epoch))
 

@@ -21,8 +21,10 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory
+from orchestrator.plan.pass_memory import Moment, PassMemory
 from orchestrator.plan.planning import plan
 from orchestrator.record.experts.placements import recorded_placement
+from orchestrator.record.files.event_log import encode_event
 from orchestrator.runtime.recovery import Failure, FailureHistory, HostStatus, decide_regroup, root_cause
 from orchestrator.types import GIB, MIB
 
@@ -76,6 +78,8 @@ def kinds_of_hosts(count: int, generator: random.Random) -> dict[str, list[HostF
 def model_of(experts: int) -> ModelFacts:
     """Return the facts of a model with one MoE layer, and a billion parameters next to it."""
     expert_parameters = experts * EXPERT_WEIGHTS
+    whole = Moment(gradients=1.0, expert_gradients=1.0)
+    peak = whole._replace(per_sample=76.0 * MIB, exchanged=8.0 * MIB)
     return ModelFacts(
         parameters=expert_parameters + 10**9,
         trainable=expert_parameters + 10**9,
@@ -85,11 +89,7 @@ def model_of(experts: int) -> ModelFacts:
         moe_layers=1,
         blocks=1,
         flops_per_sample=1e12,
-        activation_bytes=64.0 * MIB,
-        activation_base=0.0,
-        block_bytes=60.0 * MIB,
-        block_input_bytes=4.0 * MIB,
-        largest_bytes=8.0 * MIB,
+        passes=PassMemory((peak,), (peak,), (peak,), end=whole),
         samples=10**9,
         validation_samples=10**5,
         unit="tokens",
@@ -194,7 +194,7 @@ def recording(size: Size, generator: random.Random) -> dict[str, Stage]:
     facts = model_of(size.experts)
 
     def stage() -> object:
-        text = json.dumps({"event": "placement", **decision.event(facts)})
+        text = encode_event(decision.event(facts))
         return recorded_placement(made(json.loads(text)))
 
     return {"placement event, written and read": stage}

@@ -7,6 +7,7 @@ several workers over gloo. On a GPU (``--gpu``) everything runs in this process.
 
     python -m benchmarks.planning.costmodel [--gpu] [--only NUMBER ...] [--calibration FILE] [--out FILE]
     python -m benchmarks.planning.costmodel --scaling [--out FILE]
+    python -m benchmarks.planning.costmodel --memory COUNT [--seed SEED] [--out FILE]
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from time import perf_counter
 import torch
 
 from benchmarks.planning.costmodel_cases import FRESH, ON_CPU, ON_GPU, Case
+from benchmarks.planning.costmodel_memory import memory_table, random_cases, rows
 from benchmarks.planning.costmodel_steps import ATTEMPTS, QUIET, choose_plan, measure_here, measure_quietly
 from benchmarks.planning.costmodel_table import Row, reference_table, table, verdict
 from benchmarks.planning.scaling_table import scaling
 from benchmarks.support import benchmark_parser, header, publish
 from orchestrator.measure.calibration.calibrate import calibrate
 from orchestrator.measure.calibration.device_costs import CalibrationScope
-from orchestrator.measure.calibration.host_overhead import make_yardstick
+from orchestrator.measure.calibration.whole_steps import make_yardstick
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.calibration import FILE, Calibration, read_calibration, write_calibration
 from orchestrator.plan.cost.machine import DeviceCosts, Parallelism
@@ -83,13 +85,13 @@ def slower_host(device: DeviceCosts, factor: float) -> DeviceCosts:
 def compare(cases: list[Case], calibration: Calibration, on_gpu: bool) -> list[Row]:
     """Predict and measure every case, and print each row when it is done."""
     measured = _compare_on_gpu(cases, calibration) if on_gpu else _compare_on_cpu(cases, calibration)
-    rows = []
+    compared = []
     for row in measured:
-        rows.append(row)
+        compared.append(row)
         parts_ms = {name: round(1000 * value, 3) for name, value in row.predicted.parts.items() if value}
         print(f"{row.case.where}, {row.case.name}: {row.cells()}", flush=True)
         print("    ", parts_ms, flush=True)
-    return rows
+    return compared
 
 
 def _compare_on_cpu(cases: list[Case], calibration: Calibration) -> Iterator[Row]:
@@ -97,7 +99,7 @@ def _compare_on_cpu(cases: list[Case], calibration: Calibration) -> Iterator[Row
         traced = TracedCase.of(case, on_gpu=False)
         steps = max(12, min(80, int(SECONDS / traced.predict(calibration).step_seconds)))
         seconds, size, imbalance = measure_quietly(case, steps)
-        yield Row(case, traced.predict(calibration, imbalance), seconds, size)
+        yield Row(case, traced.predict(calibration, imbalance), traced.plan.memory.total, seconds, size)
 
 
 def _compare_on_gpu(cases: list[Case], calibration: Calibration) -> Iterator[Row]:
@@ -122,7 +124,8 @@ def _compare_on_gpu(cases: list[Case], calibration: Calibration) -> Iterator[Row
         # a model with experts launches kernels of its own; its host work is another
         drift = drifts[traced.work.launches > 0]
         with_drift = traced.predict(calibration, drift=drift)
-        yield Row(case, predicted, seconds, size, host_s, drift, with_drift)
+        planned = traced.plan.memory.total
+        yield Row(case, predicted, planned, seconds, size, host_s, drift, with_drift)
         before = after
 
 
@@ -163,11 +166,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--scaling", action="store_true", help="the scaling table of known devices instead; measures nothing"
     )
+    parser.add_argument(
+        "--memory",
+        type=int,
+        metavar="COUNT",
+        help="the memory of so many random configurations on CPUs instead",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random configurations")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse()
+    if arguments.memory:
+        found = list(rows(random_cases(arguments.memory, arguments.seed)))
+        publish(header("Planned against measured memory", arguments) + memory_table(found), arguments.out)
+        return
     if arguments.scaling:
         publish(scaling(arguments), arguments.out)
         return
@@ -180,7 +194,7 @@ def main() -> None:
     if arguments.gpu:
         every = ON_GPU
     cases = [case for number, case in enumerate(every) if not arguments.only or number in arguments.only]
-    rows = compare(cases, calibration, arguments.gpu)
+    compared = compare(cases, calibration, arguments.gpu)
     times = (
         f"Calibrated in {calibration.seconds:.0f} s, with others on {calibration.others:.0%} of "
         f"the processors; "
@@ -188,7 +202,7 @@ def main() -> None:
     )
     head = header("Predicted against measured", arguments)
     publish(
-        head + table(rows) + "\n" + verdict(rows) + times + reference_table(calibration),
+        head + table(compared) + "\n" + verdict(compared) + times + reference_table(calibration),
         arguments.out,
     )
 

@@ -146,7 +146,7 @@ def _steps(case: Case, config: Config, chosen: Plan, task: Any, world: World, st
 
     seconds = step_seconds(run_and_record, steps, WARM_UP[case.strategy])
     return {
-        "bytes": _peak_bytes(profiled),
+        "bytes": peak_bytes(profiled),
         "seconds": seconds,
         "imbalance": statistics.mean(imbalances) if imbalances else 1.0,
     }
@@ -163,7 +163,7 @@ def _imbalance(run: StepRunner, host_of: list[list[int]]) -> float:
     return statistics.mean(imbalances)
 
 
-def _peak_bytes(profiled: Any) -> float:
+def peak_bytes(profiled: Any) -> float:
     """Return the most bytes that torch's allocator had given out at once, by its profiler."""
     held = 0
     most = 0

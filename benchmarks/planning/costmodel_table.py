@@ -22,6 +22,7 @@ class Row:
 
     case: Case
     predicted: StepPrediction
+    planned_bytes: float
     seconds: float
     bytes: float | None
     host_s: float | None = None
@@ -43,7 +44,7 @@ class Row:
 
     @property
     def memory_error(self) -> float | None:
-        return None if self.bytes is None else self.predicted.memory.total / self.bytes - 1
+        return None if self.bytes is None else self.planned_bytes / self.bytes - 1
 
     def cells(self) -> list[str]:
         """Return times, memory and the larger parts of the predicted step."""
@@ -57,7 +58,7 @@ class Row:
         return [*times, *self._memory_cells(), self.predicted.parts_text()]
 
     def _memory_cells(self) -> list[str]:
-        predicted = f"{self.predicted.memory.total / MIB:,.0f}"
+        predicted = f"{self.planned_bytes / MIB:,.0f}"
         if self.bytes is None or self.memory_error is None:
             return [predicted, "–", "–"]
         return [predicted, f"{self.bytes / MIB:,.0f}", f"{self.memory_error:+.0%}"]

@@ -9,11 +9,14 @@ import argparse
 from typing import Any
 
 from benchmarks.support import header, markdown_table
-from orchestrator.cli.scaling import COLUMNS, cluster_rows, scaling_cells
+from orchestrator.cli.planning.prediction import cluster_figures, prepare_on_cluster
+from orchestrator.cli.planning.scaling import COLUMNS, predict_scaling, scaling_cells
+from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.plan.cost.cluster_spec import parse_cluster
 from orchestrator.plan.cost.devices import catalogue
 from orchestrator.plan.cost.scaling import IMBALANCE, by_kind
+from orchestrator.tasks.load import load_task
 
 PROMISED = {1: 1.0, 2: 0.95, 4: 0.87, 8: 0.81}
 """Efficiency by the number of devices, from a guide for four L4."""
@@ -47,7 +50,8 @@ def scaling(arguments: argparse.Namespace) -> str:
         spec = parse_cluster(text)
         for model, settings in MODELS.items():
             config = Config.of(**settings, batch_size=batch, precision="bf16")
-            predicted, _ = cluster_rows(config, spec)
+            prepared = prepare_on_cluster(Resolved(config, {}), load_task(config), spec)
+            predicted = predict_scaling(prepared, spec, cluster_figures(spec, None)).rows
             for (kind, strategy), group in by_kind(predicted).items():
                 if kind == "weak":
                     columns.append(f"{cluster}, {model}, {strategy.replace('_', ' ')}")
@@ -58,7 +62,7 @@ def scaling(arguments: argparse.Namespace) -> str:
     assumptions = (
         "\nWeak scaling, one micro-batch of 1,024-token samples a device (4 on an L4, 16 on an H200), bf16, "
         "no accumulation.\n"
-        f"{catalogue().about}\n{catalogue().links.about}\n"
+        f"{catalogue().about}\n{catalogue().links_about}\n"
         f"Assumed in expert parallel: the busiest device has {IMBALANCE - 1:.0%} more rows than the mean.\n\n"
     )
     title = header("Scaling: promised and predicted", arguments)

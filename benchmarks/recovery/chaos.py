@@ -1,4 +1,4 @@
-"""Expert hosts that are killed again and again: does the run survive, and what does each kill cost?
+"""Hosts that are killed again and again: does the run survive, and what does each kill cost?
 
     python -m benchmarks.recovery.chaos --kills 100 --seed 0            a soak: random SIGKILLs over one
     run, any host, any moment
@@ -8,12 +8,12 @@
     python -m benchmarks.recovery.chaos --kills 50 --gpu --backend nccl  on GPUs
     python -m benchmarks.recovery.chaos --kills 100 --evolution         experts change; a third of the kills
     hits a change
+    python -m benchmarks.recovery.chaos --kills 25 --dense --plain 5    a dense model, with --recovery live
 
 The soak is compared with the same run undisturbed: losses and weights to the last bit, each sample
 once per epoch, the same changes of experts, and no process, memory or file left behind. The cost of
 a kill is the time until the next step is done; that of plain Ray Train comes from its own log of
 steps. Kills in the phases "anywhere" and "recovery" come from outside, by the clock; the others come
-from harness.runs.records import decoded
 from inside the process, at that moment. In a disturbed run hosts sleep a little in each step
 (``--pace``): steps that fill all cores would measure how long a busy machine takes to start a
 process.
@@ -27,7 +27,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -48,13 +48,23 @@ from benchmarks.recovery.chaos_table import (
     time_kept,
 )
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from harness.faults.chaos_runs import EVOLVING, SAMPLES, FinishedRun, Job, run_with_faults
+from harness.faults.chaos_runs import (
+    DENSE_SETTINGS,
+    EVOLVING,
+    SAMPLES,
+    SETTINGS,
+    FinishedRun,
+    Job,
+    run_with_faults,
+)
 from harness.faults.fault_schedule import (
+    DENSE_WEIGHTS,
     EVOLUTION_PHASES,
     EVOLUTION_WEIGHTS,
     PHASE_WEIGHTS,
     FaultFolder,
     FaultSchedule,
+    Phase,
     kills_every,
     random_kills,
 )
@@ -99,12 +109,18 @@ def soak(
         hosts=arguments.hosts,
         first=STEPS_BEFORE,
         last=steps - STEPS_AFTER,
-        phase_weights=EVOLUTION_WEIGHTS if arguments.evolution else PHASE_WEIGHTS,
+        phase_weights=phase_weights(arguments),
     )
     ended = run_with_faults(job, folder / "soak", schedule, timeout=LONGEST_S)
     restarted = check_survivors(FaultFolder.of_run(ended.run_dir), arguments.hosts)
     experts = check_experts(ended.events, calm.events)
     return calm, ended, [*calm.leftovers, *ended.problems(calm, steps), *restarted, *experts]
+
+
+def phase_weights(arguments: argparse.Namespace) -> Mapping[Phase, float]:
+    if arguments.dense:
+        return DENSE_WEIGHTS
+    return EVOLUTION_WEIGHTS if arguments.evolution else PHASE_WEIGHTS
 
 
 def kill_by_clock(
@@ -144,6 +160,7 @@ def job_of(arguments: argparse.Namespace, steps: int, cluster: RayCluster | None
         arguments.snapshot_every,
         arguments.checkpoint_every,
         extra=flags,
+        settings=tuple(DENSE_SETTINGS if arguments.dense else SETTINGS),
         cluster=cluster,
         pace_s=arguments.pace,
     )
@@ -178,12 +195,15 @@ def plain_steps(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-def plain_kills(folder: Path, ranks: Sequence[int], workers: int, pace: float) -> list[tuple[float, float]]:
+def plain_kills(
+    folder: Path, ranks: Sequence[int], arguments: argparse.Namespace
+) -> list[tuple[float, float]]:
     """Return the seconds from each kill of a rank to the next step done, and to the first step
     that is new."""
     folder.mkdir(parents=True)
     script = str(ROOT / "benchmarks" / "recovery" / "plain_chaos.py")
-    command = [sys.executable, script, str(folder), "--workers", str(workers), "--pace", str(pace)]
+    flags = ["--workers", str(arguments.hosts), "--pace", str(arguments.pace)]
+    command = [sys.executable, script, str(folder), *flags, *(["--dense"] if arguments.dense else [])]
     times: list[tuple[float, float]] = []
     with started(command, folder) as process:
         for rank in ranks:
@@ -237,7 +257,7 @@ def report(
 ) -> str:
     kills = costs(ended.fired, ended.events)
     parts = [
-        header("Expert hosts, killed", arguments),
+        header(f"{'Hosts of a dense model' if arguments.dense else 'Expert hosts'}, killed", arguments),
         verdict(ended, wrong),
         "## Seconds\n\n" + spread_table(kills, [next_s for next_s, _ in plain]),
         "## Goodput\n\n" + goodput_table(ended, kills, arguments.every, plain),
@@ -334,6 +354,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--evolution", action="store_true", help="experts change, and a third of the kills hits a change"
     )
+    parser.add_argument("--dense", action="store_true", help="a dense language model, with --recovery live")
     parser.add_argument("--gpu", action="store_true", help="hosts on GPUs; on one GPU they share it")
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary one")
@@ -348,7 +369,7 @@ def measure(arguments: argparse.Namespace, folder: Path, cluster: RayCluster | N
     plain_ranks = (ranks * arguments.plain)[: arguments.plain]
     plain: list[tuple[float, float]] = []
     if plain_ranks:
-        plain = plain_kills(folder / "plain", plain_ranks, arguments.hosts, arguments.pace)
+        plain = plain_kills(folder / "plain", plain_ranks, arguments)
     return report(arguments, calm, ended, wrong, plain), wrong
 
 

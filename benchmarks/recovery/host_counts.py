@@ -30,8 +30,8 @@ def restore_row(hosts: int) -> list[object]:
     read = [case.restore(snapshots, rank)[1] for rank in ranks]
     fewer = ManyHosts(hosts - 1, experts, case.width, case.hidden, case.dense_rows)
     read_by_fewer = [fewer.restore(snapshots, rank)[1] for rank in ranks if rank < hosts - 1]
-    whole_set = sum(parts.experts.size + parts.dense.size for parts in snapshots)
-    sizes = [snapshots[0].dense.size, snapshots[0].experts.size, max(read), max(read_by_fewer), whole_set]
+    whole_set = sum(parts.own.size + parts.dense.size for parts in snapshots)
+    sizes = [snapshots[0].dense.size, snapshots[0].own.size, max(read), max(read_by_fewer), whole_set]
     return [hosts, *map(bytes_text, sizes)]
 
 

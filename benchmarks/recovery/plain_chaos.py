@@ -5,6 +5,7 @@ That is ``FailureConfig``, and checkpoints through ``ray.train.report``. Started
 trains until it is killed:
 
     python benchmarks/recovery/plain_chaos.py FOLDER [--workers 3] [--checkpoint-every 10] [--pace 0.05]
+    [--dense]
 
 Writes ``steps.jsonl`` (step, time, pid) from rank 0 and ``worker_<rank>.pid`` into the folder.
 """
@@ -27,6 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
+from orchestrator.tasks.task import Task
+from orchestrator.tasks.text import Text
 
 GLOBAL_BATCH = 96
 MODEL: dict[str, Any] = {
@@ -35,24 +38,24 @@ MODEL: dict[str, Any] = {
     "experts": 6,
     "expert_hidden_size": (32, 48, 32, 64, 32, 48),
 }
+DENSE_MODEL: dict[str, Any] = {"width": 64, "layers": 4, "experts": 0, "sequence_length": 16}
+SAMPLES = 7190
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> None:
     folder = Path(config["folder"])
     rank = ray.train.get_context().get_world_rank()
     (folder / f"worker_{rank}.pid").write_text(str(os.getpid()))
-    task = Digits(Config.of(**MODEL))
+    task, data = dense_text() if config["dense"] else digits()
     per_worker = GLOBAL_BATCH // ray.train.get_context().get_world_size()
-    loader = ray.train.torch.prepare_data_loader(
-        DataLoader(TensorDataset(*task.train_data().tensors), batch_size=per_worker, shuffle=True)
-    )
+    loader = ray.train.torch.prepare_data_loader(DataLoader(data, batch_size=per_worker, shuffle=True))
     model: Any = ray.train.torch.prepare_model(task.build_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = restore(model, optimizer)
     while True:
         for batch in loader:
             time.sleep(config["pace"])
-            loss = task.loss(model, batch)
+            loss = task.loss(model, batch[0] if config["dense"] else batch)
             optimizer.zero_grad()
             (loss.sum / loss.count).backward()
             optimizer.step()
@@ -61,6 +64,16 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
                 record(folder, step)
             if step % config["checkpoint_every"] == 0:
                 report(step, model, optimizer, rank)
+
+
+def digits() -> tuple[Task, TensorDataset]:
+    task = Digits(Config.of(**MODEL))
+    return task, TensorDataset(*task.train_data().tensors)
+
+
+def dense_text() -> tuple[Task, TensorDataset]:
+    task = Text(Config.of(**DENSE_MODEL))
+    return task, TensorDataset(task.train_data().gather(torch.arange(SAMPLES)))
 
 
 def record(folder: Path, step: int) -> None:
@@ -100,6 +113,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--checkpoint-every", type=int, default=10)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds to sleep in each step")
+    parser.add_argument("--dense", action="store_true", help="the dense language model")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     # local: never a cluster that happens to run on this machine
@@ -112,6 +126,7 @@ def main() -> None:
             "folder": str(folder),
             "checkpoint_every": arguments.checkpoint_every,
             "pace": arguments.pace,
+            "dense": arguments.dense,
         },
         scaling_config=train.ScalingConfig(num_workers=arguments.workers),
         run_config=train.RunConfig(

@@ -232,7 +232,7 @@ def ours(case: Case, device: torch.device, num_callbacks: int = 0) -> float:
         training.checkpoints.durable_step = WARM_UP + case.steps
         gpus = tuple(gpu.uuid or gpu.index for gpu in prepared.inventory.gpus)
         with Monitor(gpus) as monitor:
-            Loop(training, LoopHooks(after_step=record_time, monitor=monitor.event_fields)).run()
+            Loop(training, LoopHooks(after_step=record_time, monitor=monitor.newest)).run()
         training.close()
         trackers.close()
         log.close()

@@ -28,7 +28,8 @@ from benchmarks.steps.peer_steps import free_memory, timed_steps, transformers_s
 from benchmarks.steps.plain_path import plain_path
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
-from orchestrator.measure.timed_steps import ignore_events, step_seconds
+from orchestrator.measure.timed_steps import step_seconds
+from orchestrator.record.files.log import ignore_event
 from orchestrator.train.data.steps import Feed, StepBatch
 from orchestrator.train.device.clock import timed_seconds
 from orchestrator.train.device.memory import peak_memory
@@ -198,7 +199,7 @@ def _our_steps(config: Config) -> Iterator[StepRun]:
     with torch_settings(config, plan, world.device):
         parts = build_parts(config, plan, prepared.task, world)
         feed = build_feed(config, plan, prepared.task, world)
-        stepper = build_stepper(config, world, parts, plan.batch_size.value, ignore_events)
+        stepper = build_stepper(config, world, parts, plan.batch_size.value, ignore_event)
         try:
             yield StepRun(stepper, _endless(feed))
         finally:

@@ -18,7 +18,7 @@ from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.load import load_task
 from orchestrator.train.data.steps import as_dataset
 from orchestrator.train.group.world import World
-from orchestrator.train.worker.batch_probe import find_batch, probe
+from orchestrator.train.worker.batch_probe import Probed, find_batch, probe
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
 
@@ -51,8 +51,8 @@ def true_largest(prepared: PreparedRun, world: World, batch_size: int) -> int:
     data = as_dataset(prepared.task.train_data())
 
     def passes(batch: int) -> bool:
-        config = prepared.resolved.config
-        return probe(config, prepared.plan, prepared.task, world, data, batch).peak is not None
+        probed = Probed(prepared.resolved.config, prepared.plan, prepared.task, world, data)
+        return probe(probed, batch).peak is not None
 
     good = batch_size
     bad = max(batch_size + 2, int(batch_size * 1.1))

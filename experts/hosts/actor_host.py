@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,43 +40,36 @@ class HostedWork(Protocol):
 
 
 SnapshotParts = tuple[Any, Any, Any]
-"""The header of a snapshot, the bytes of its experts, and the bytes of its dense part."""
+"""The header of a snapshot, the bytes that this host alone holds, and those of the dense part."""
 
 
 class Outbox:
     """A mailbox with one place. Writers wait until it is empty, readers until it is full."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._content: SnapshotParts | None = None
+        self._place: queue.Queue[SnapshotParts] = queue.Queue(maxsize=1)
 
     def wait_for_space(self, membership: GroupMembership) -> None:
         """Wait until the last item is being fetched; the item before it has then arrived.
 
         A slow transfer is no fault of this host: it counts as waiting."""
-        membership.wait_until(lambda: self._content is None)
+        membership.wait_until(self._place.empty)
 
-    def put(self, header: Any, experts: Any, dense: Any) -> None:
+    def put(self, header: Any, own: Any, dense: Any) -> None:
         """Put the next item. The caller has waited for space: no item is replaced before it is fetched."""
-        with self._changed:
-            if self._content is not None:
-                raise RuntimeError("the last snapshot has not been fetched; call wait_for_space before put")
-            self._content = header, experts, dense
-            self._changed.notify_all()
+        try:
+            self._place.put_nowait((header, own, dense))
+        except queue.Full:
+            raise RuntimeError(
+                "the last snapshot has not been fetched; call wait_for_space before put"
+            ) from None
 
     def fetch(self) -> SnapshotParts:
-        with self._changed:
-            while self._content is None:
-                self._changed.wait()
-            content = self._content
-            self._content = None
-            self._changed.notify_all()
-            return content
+        return self._place.get()
 
     def empty(self) -> None:
-        with self._changed:
-            self._content = None
-            self._changed.notify_all()
+        with suppress(queue.Empty):
+            self._place.get_nowait()
 
 
 @dataclass
@@ -103,7 +97,7 @@ class ExpertHost:
         # Guards the generations and the membership: ``join`` and ``leave`` run in different threads.
         self._lock = threading.Lock()
         self._backups: dict[BackupKey, tuple[Any, Any]] = {}
-        """The bytes of the experts and of the dense part."""
+        """The bytes of a host's own part and of the dense part."""
 
     def warm_up(self, preload: Callable[..., None], *arguments: Any) -> tuple[str, int]:
         """Call ``preload(context, *arguments)``. Return the id of this node and of this process."""
@@ -179,12 +173,12 @@ class ExpertHost:
     @ray.method(concurrency_group="snapshots", num_returns=3)
     def next_snapshot(self) -> SnapshotParts:
         """Wait for the next snapshot of this host. Its parts are separate objects, so that another
-        host can fetch the dense part without the experts."""
+        host can fetch the dense part alone."""
         return self._context.outbox.fetch()
 
     @ray.method(concurrency_group="backups")
     def store_backup(
-        self, key: BackupKey, experts: Any, dense: Any, complete_set: tuple[int, int] | None
+        self, key: BackupKey, own: Any, dense: Any, complete_set: tuple[int, int] | None
     ) -> None:
         """Keep another host's snapshot in this process.
 
@@ -196,11 +190,11 @@ class ExpertHost:
         self._backups = {
             known: backup for known, backup in self._backups.items() if (known[0], known[2]) in kept
         }
-        self._backups[key] = experts.copy(), dense.copy()
+        self._backups[key] = own.copy(), dense.copy()
 
     @ray.method(concurrency_group="backups", num_returns=2)
     def load_backup(self, key: BackupKey) -> tuple[Any, Any]:
-        """Return the backup of another host's snapshot: the bytes of its experts and of its dense part."""
+        """Return the backup of another host's snapshot: the bytes of its own part and of its dense part."""
         return self._backups[key]
 
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from time import sleep
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,10 @@ from experts.hosts.membership import GroupLeft, GroupMembership
 
 _CPU = torch.device("cpu")
 _POLL_INTERVAL = timedelta(milliseconds=100)
+_STORE_POLL_SECONDS = 0.005
 _NO_TIMEOUT = timedelta(days=30)  # the driver decides when a host has waited too long
-_CONNECT_TIMEOUT = timedelta(seconds=60)  # all hosts have arrived; after it, a futile attempt ends
+# Gloo waits five times as long for the connection of a peer: a futile attempt ends after a minute.
+_CONNECT_TIMEOUT = timedelta(seconds=12)
 _GLOO_TIMEOUT_TEXT = "Operation timed out"  # gloo's error for work that is still under way
 
 
@@ -96,6 +99,8 @@ class Group:
     membership: GroupMembership | None = None
     device_waits: DeviceWaits | None = None
     """Where the waits of a device are recorded; None if the host waits itself."""
+    store: Store | None = None
+    """Gloo may connect in its first collective, and keeps no reference to the Python part of a store."""
 
     def check(self) -> None:
         """Raise GroupLeft if the group was left.
@@ -160,6 +165,29 @@ class Group:
         return _DeviceWork(work, self.device_waits)
 
 
+class _ConnectingStore(Store):
+    """The store as gloo uses it to connect, with waits that end when the group is left.
+
+    A peer that dies before it has published its address never will. A wait of torch's own store would go on
+    to its timeout, and the attempt would keep its threads and sockets as long."""
+
+    def __init__(self, store: Store, membership: GroupMembership) -> None:
+        super().__init__()
+        self._store = store
+        self._membership = membership
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], _: timedelta | None = None) -> None:  # pyrefly: ignore[bad-override]
+        while not self._store.check(keys):
+            self._membership.check()
+            sleep(_STORE_POLL_SECONDS)
+
+
 @dataclass
 class GroupFactory:
     """Forms the process groups of one generation, which end with it.
@@ -194,8 +222,10 @@ class GroupFactory:
             store.set("all arrived", "")
         # Connecting cannot be interrupted, so that no host begins before all have arrived.
         self.membership.wait_until(lambda: store.check(["all arrived"]))
+        if backend == "gloo":
+            store = _ConnectingStore(store, self.membership)
         handle = self._connect(backend, store, device)
-        group = Group(self.rank, self.size, handle, self.membership)
+        group = Group(self.rank, self.size, handle, self.membership, store=store)
         self._groups.append(group)
         if backend != "gloo":
             group.device_waits = self._followed_waits(device)
@@ -219,14 +249,15 @@ class GroupFactory:
             try:
                 outcome.append(_new_backend(backend, store, self.rank, self.size, device))
             except Exception as error:
-                outcome.append(error)
+                # Without its frames: they hold ``outcome``, and a cycle would keep the store's client open.
+                outcome.append(error.with_traceback(None))
             self.connecting = False
 
         self.connecting = True
         threading.Thread(target=connect, name="forming", daemon=True).start()
         self.membership.wait_until(lambda: bool(outcome))
         if isinstance(outcome[0], Exception):
-            raise outcome[0]
+            raise outcome.pop()
         return outcome[0]
 
     def _abort_when_left(self) -> None:
@@ -253,9 +284,9 @@ class GroupFactory:
 
     def close(self) -> None:
         """Abandon the groups, without waiting for collectives that hang in them."""
-        handles = [group.handle for group in self._groups]
+        handles = [(group.handle, group.store) for group in self._groups]
         for group in self._groups:
-            group.handle = None
+            group.handle = group.store = None
         self._groups = []
         self._closed.set()
         # The thread drops the last references, and so runs the destructors, which may block.

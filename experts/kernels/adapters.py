@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-Product = Callable[[Tensor, Tensor], Tensor]
+from experts.kernels.packed_product import Matrices
+
+Product = Callable[[Tensor, Matrices], Tensor]
 """Multiplies each group of rows by a matrix of its own."""
 
 
@@ -34,15 +36,15 @@ class Adapters:
         """Return the shape of one expert's parameter, by that of the matrix beside it."""
         return (matrix[0], self.rank) if is_first_factor(role) else (self.rank, matrix[1])
 
-    def scaled(self, weights: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
+    def scaled(self, weights: Mapping[str, Matrices], multiple: int) -> dict[str, Matrices]:
         """Return stacks by role, with the scale in the second factors.
 
         Zeros fill the rank up to a multiple of ``multiple``: grouped products need it."""
         missing = -self.rank % multiple
         scaled = dict(weights)
         for matrix in self.matrices:
-            a_EKR = weights[f"{matrix}_lora_a"]
-            b_ERN = weights[f"{matrix}_lora_b"] * self.scale
+            a_EKR = _unpacked(weights, f"{matrix}_lora_a")
+            b_ERN = _unpacked(weights, f"{matrix}_lora_b") * self.scale
             scaled[f"{matrix}_lora_a"] = F.pad(a_EKR, (0, missing)) if missing else a_EKR
             scaled[f"{matrix}_lora_b"] = F.pad(b_ERN, (0, 0, 0, missing)) if missing else b_ERN
         return scaled
@@ -62,7 +64,15 @@ def adapted_matrix(role: str) -> str:
     return role.partition("_lora_")[0]
 
 
-def adapted_product(product: Product, rows_RK: Tensor, weights: Mapping[str, Tensor], matrix: str) -> Tensor:
+def _unpacked(weights: Mapping[str, Matrices], role: str) -> Tensor:
+    stack = weights[role]
+    assert isinstance(stack, Tensor), f"{role} is packed, but adapters are trained"
+    return stack
+
+
+def adapted_product(
+    product: Product, rows_RK: Tensor, weights: Mapping[str, Matrices], matrix: str
+) -> Tensor:
     """Multiply rows by a matrix of their experts, and by its adapters where it has some.
 
     The scale is in the weights already."""

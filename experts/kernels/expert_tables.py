@@ -1,4 +1,4 @@
-"""Rows, size classes and tables, as the functions that compute whole experts share them.
+"""Rows, size classes and tables of the function that computes whole experts.
 
 How many rows a size class has is known to the device alone. See ``experts.types`` for the letters of
 shapes; a product has inner size K and outer size N."""
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts.kernels.grouped import MAX_GROUPS
-from experts.kernels.launching import Span, contiguous_like
+from experts.kernels.launching import Span
 from experts.kernels.row_products import RowTiles, weight_gradient
 
 
@@ -117,25 +117,3 @@ def mark_overwritten(hidden: Tensor) -> None:
 def widest(matrices: Sequence[Tensor]) -> int:
     """Return the width of the widest hidden rows."""
     return max(up_EDH.shape[2] for up_EDH in matrices[::2])
-
-
-def results_like(
-    x_TD: Tensor, token_R: Tensor, rows: Sequence[Tensor], matrices: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return tensors like the results of ``_compute``."""
-    del rows
-    return contiguous_like(x_TD), x_TD.new_empty(token_R.shape[0] * widest(matrices))
-
-
-def gradients_like(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    hidden: Tensor,
-    rows: Sequence[Tensor],
-    matrices: Sequence[Tensor],
-    trains_experts: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return tensors like the results of ``_compute_backward``."""
-    del grad_TD, hidden
-    d_matrices = [contiguous_like(matrix) for matrix in matrices] if trains_experts else []
-    return contiguous_like(x_TD), contiguous_like(Rows(*rows).weights_R), d_matrices

@@ -13,6 +13,7 @@ from torch import Tensor
 from experts.kernels.adapters import Product, adapted_product
 from experts.kernels.grouped import checked_offsets, grouped_product
 from experts.kernels.loop import row_counts
+from experts.kernels.packed_product import Matrices, PackedStack, packed_products
 
 Activation = Callable[[Tensor], Tensor]
 """The function between an expert's two products, of hidden rows."""
@@ -22,7 +23,7 @@ WeightedActivation = Callable[[Tensor, Tensor], Tensor]
 
 def experts_general(
     rows_RD: Tensor,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Matrices],
     counts_E: Tensor,
     weights_R: Tensor,
     activate: WeightedActivation,
@@ -31,8 +32,14 @@ def experts_general(
     """Compute experts over rows sorted by expert, each row times its weight.
 
     ``weights`` are stacks by role: ``up``, ``down`` and, of experts that have them, their biases and
-    adapters."""
-    product = _grouped(counts_E, len(rows_RD)) if grouped and len(rows_RD) else partial(_loop, counts_E)
+    adapters. Packed matrices are multiplied one after another, ``grouped`` or not."""
+    dense = _grouped(counts_E, len(rows_RD)) if grouped and len(rows_RD) else partial(_loop, counts_E)
+
+    def product(rows_RK: Tensor, matrices: Matrices) -> Tensor:
+        if isinstance(matrices, PackedStack):
+            return packed_products(rows_RK, matrices, counts_E)
+        return dense(rows_RK, matrices)
+
     expert_R = torch.arange(len(counts_E), device=rows_RD.device)
     expert_R = expert_R.repeat_interleave(counts_E, output_size=len(rows_RD))
     return two_products(product, rows_RD, weights, expert_R, weights_R, activate)
@@ -41,7 +48,7 @@ def experts_general(
 def two_products(
     product: Product,
     rows_RD: Tensor,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Matrices],
     expert_R: Tensor,
     weights_R: Tensor,
     activate: WeightedActivation,
@@ -49,13 +56,19 @@ def two_products(
     """Return the outputs of experts by a function that multiplies rows by the matrices of their experts."""
     hidden_RH = adapted_product(product, rows_RD, weights, "up")
     if "up_bias" in weights:
-        hidden_RH = hidden_RH + weights["up_bias"][expert_R]
+        hidden_RH = hidden_RH + _biases(weights, "up_bias")[expert_R]
     # The activation applies the row's weight, which equals weighting the output but for the output's bias.
     output_RD = adapted_product(product, activate(hidden_RH, weights_R), weights, "down")
     if "down_bias" in weights:
         scale_R1 = weights_R.to(rows_RD.dtype).unsqueeze(1)
-        output_RD = output_RD + weights["down_bias"][expert_R] * scale_R1
+        output_RD = output_RD + _biases(weights, "down_bias")[expert_R] * scale_R1
     return output_RD
+
+
+def _biases(weights: Mapping[str, Matrices], role: str) -> Tensor:
+    biases_EN = weights[role]
+    assert isinstance(biases_EN, Tensor), f"{role} is packed; only matrices are"
+    return biases_EN
 
 
 def _loop(counts_E: Tensor, rows_RK: Tensor, weights_EKN: Tensor) -> Tensor:
@@ -66,6 +79,6 @@ def _loop(counts_E: Tensor, rows_RK: Tensor, weights_EKN: Tensor) -> Tensor:
     return torch.cat([rows @ matrix for rows, matrix in zip(groups, weights_EKN.unbind(), strict=True)])
 
 
-def _grouped(counts_E: Tensor, num_rows: int) -> Product:
+def _grouped(counts_E: Tensor, num_rows: int) -> Callable[[Tensor, Tensor], Tensor]:
     offsets_E = checked_offsets(counts_E.cumsum(0).to(torch.int32), num_rows)
     return partial(grouped_product, offsets_E=offsets_E)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from experts.kernels.loop import activate, experts_loop
-from experts.types import Kind
+from experts.types import Kernel, Kind
 
 _STRIDE_BYTES = 16  # the operator needs strides in multiples of this
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,6 +32,42 @@ def grouped_works(device: torch.device, dtype: torch.dtype, width: int, hidden: 
 def size_multiple(dtype: torch.dtype) -> int:
     """Return the number that both sizes of a matrix must be multiples of."""
     return _STRIDE_BYTES // dtype.itemsize
+
+
+def choose_kernel(
+    requested: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    hidden: int,
+    experts: int = 1,
+) -> Kernel:
+    """Return ``loop`` or ``grouped`` for this number of ``experts`` of one size.
+
+    Raises ValueError where ``grouped`` is requested and does not work."""
+    fused = is_fused(device, dtype)
+    works = grouped_works(device, dtype, width, hidden) and not (fused and experts > MAX_GROUPS)
+    if requested == "grouped" and not works:
+        raise ValueError(
+            f"the grouped kernel does not take experts of {width} × {hidden} in {dtype} on "
+            f"{device.type}, {experts} of one size; it needs fp32, bf16 or fp16, sizes in multiples of 16 "
+            f"bytes and, where it is fused, at most {MAX_GROUPS} of one size: use --expert-kernel auto"
+        )
+    if requested != "auto":
+        return requested
+    # As ``benchmarks/moe/expert_kernels.py`` measured: on a GPU only the fused kernel is faster; on a CPU the
+    # operator is faster in fp32.
+    faster = dtype == torch.float32 if device.type == "cpu" else fused
+    return "grouped" if works and faster else "loop"
+
+
+def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch computes all groups in one kernel.
+
+    Elsewhere it loops over them and synchronizes the host."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def experts_grouped(

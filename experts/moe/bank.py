@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
-from experts.kernels import fp8_experts, fused_experts
+from experts.kernels import fused_experts
 from experts.kernels.adapters import Adapters, adapted_matrix
 from experts.kernels.autocast import without_autocast
-from experts.kernels.choice import choose_kernel
 from experts.kernels.compiling import uncompiled
-from experts.kernels.fp8_experts import experts_fp8
 from experts.kernels.fused_experts import experts_fused
 from experts.kernels.general import Activation, experts_general
-from experts.kernels.grouped import experts_grouped, size_multiple
+from experts.kernels.grouped import choose_kernel, experts_grouped, size_multiple
 from experts.kernels.loop import activate, experts_loop, row_counts
+from experts.kernels.packed import PackedForm
+from experts.kernels.packed_product import Matrices, PackedStack
 from experts.kernels.row_products import SIZE_MULTIPLE
-from experts.moe.weight_copy import WeightCopy
+from experts.moe.weight_copy import GradientSink, WeightCopy, diverted
 from experts.tokens.dispatch import copy_rows, sum_rows
-from experts.types import Kernel, Kind, RowMap
+from experts.types import Kernel, Kind, Packing, RowMap
 
 MATRICES = ("up", "down")
 """The two matrices of an expert."""
@@ -49,12 +49,13 @@ class ExpertForm:
     ``kind`` "swiglu" has two matrices before the activation, gate and value, in one stack; "ffn" has
     one. ``activation`` replaces the activation of the kind: a function of hidden rows, without
     parameters. ``bias``: each of the two products has a bias. ``adapters``: low-rank changes of the
-    matrices, which are frozen then."""
+    matrices, which are frozen then. ``packing``: the matrices are frozen and in 4 or 8 bits."""
 
     kind: Kind = "swiglu"
     activation: Activation | None = None
     bias: bool = False
     adapters: Adapters | None = None
+    packing: Packing | None = None
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -65,10 +66,24 @@ class ExpertForm:
     @property
     def is_plain(self) -> bool:
         """Whether an expert has only two matrices and the activation of its kind."""
-        return self.activation is None and not self.bias and self.adapters is None
+        return self.activation is None and not self.bias and self.adapters is None and self.packing is None
 
     def shape(self, role: str, width: int, hidden: int) -> tuple[int, ...]:
-        """Return the shape of one expert's parameter."""
+        """Return the shape of one expert's parameter as it is stored: a packed matrix is a row of bytes."""
+        packed = self.packed(role, width, hidden)
+        return self.whole_shape(role, width, hidden) if packed is None else (packed.num_bytes,)
+
+    def packed(self, role: str, width: int, hidden: int) -> PackedForm | None:
+        """Return the form of one expert's packed matrix; None for a parameter that is not packed."""
+        if self.packing is None or role not in MATRICES:
+            return None
+        inner, outer = self.whole_shape(role, width, hidden)
+        # Files of most families have the two halves of the first matrix as two, each with scales of its own.
+        parts = 2 if role == "up" and self.kind == "swiglu" else 1
+        return PackedForm(self.packing, outer, inner, parts)
+
+    def whole_shape(self, role: str, width: int, hidden: int) -> tuple[int, ...]:
+        """Return the shape of one expert's parameter in which it computes."""
         inner = 2 * hidden if self.kind == "swiglu" else hidden
         shapes = {"up": (width, inner), "down": (hidden, width), "up_bias": (inner,), "down_bias": (width,)}
         if role in shapes:
@@ -125,7 +140,8 @@ class ExpertBank(nn.Module):
     other hosts. ``ids`` are the permanent ids of all experts of the layer, by row: names of saved
     tensors and initial weights depend on them. ``form`` is the computation of an expert. ``owned`` are
     the experts that this host counts and saves: all that it holds, except copies that another host owns.
-    With ``fp8`` the products of tokens in bf16 have operands in fp8; it needs ``fp8_obstacle`` to be None."""
+    With ``fp8`` the products of tokens in bf16 have operands in fp8; it needs ``fp8_obstacle`` to be None.
+    ``gradient_sink`` takes the gradient of each use of the weights, in place of their ``grad``."""
 
     slot_E: Tensor
 
@@ -148,23 +164,30 @@ class ExpertBank(nn.Module):
         self.held = tuple(range(len(sizes))) if held is None else tuple(sorted(held))
         self.owned = self.held
         self.copies: dict[str, WeightCopy] = {}
+        self.gradient_sink: GradientSink | None = None
         self.classes = size_classes(sizes, self.held)
         self.register_buffer("slot_E", self.slots(), persistent=False)
         device = "meta" if _WITHOUT_MEMORY.get() else None
         for group in self.classes:
             for role in self.form.roles:
-                shape = self.form.shape(role, width, group.hidden)
-                std = shape[0] ** -0.5 if role in MATRICES else 0.0  # other roles begin with zeros
-                weights = torch.empty((len(group.rows), *shape), device=device).normal_(0.0, std)
-                self.register_parameter(f"{role}_{group.hidden}", nn.Parameter(weights))
+                weights = self._initial(role, group, device)
+                self.set_stack(group, role, weights, weights.is_floating_point())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the copies of weights: the optimizer of one training keeps them up to date."""
-        return {**super().__getstate__(), "copies": {}}
+        """Leave out what belongs to one training: copies of weights, and the receiver of gradients."""
+        return {**super().__getstate__(), "copies": {}, "gradient_sink": None}
 
     @property
     def kind(self) -> Kind:
         return self.form.kind
+
+    def _initial(self, role: str, group: SizeClass, device: str | None) -> Tensor:
+        """Return a stack of random matrices; other roles, and packed matrices, begin with zeros."""
+        shape = self.form.shape(role, self.width, group.hidden)
+        if self.form.packed(role, self.width, group.hidden) is not None:
+            return torch.zeros((len(group.rows), *shape), dtype=torch.uint8, device=device)
+        std = shape[0] ** -0.5 if role in MATRICES else 0.0
+        return torch.empty((len(group.rows), *shape), device=device).normal_(0.0, std)
 
     def slots(self) -> Tensor:
         """Return ``slot_E``, on the CPU."""
@@ -180,32 +203,43 @@ class ExpertBank(nn.Module):
             for role in self.form.roles:
                 yield group, role, self.get_parameter(f"{role}_{group.hidden}")
 
+    def set_stack(self, group: SizeClass, role: str, weights: Tensor, trains: bool = True) -> nn.Parameter:
+        """Replace the stacked parameter of a class and a role, and return it."""
+        stack = nn.Parameter(weights, trains)
+        self.register_parameter(f"{role}_{group.hidden}", stack)
+        return stack
+
     @torch.no_grad()
     def materialise(self) -> None:
         """Give memory on the default device, filled with zeros, to weights that have none."""
-        for group, role, stack in list(self.stacks()):
+        for group, role, stack in self.stacks():
             if stack.is_meta:
                 zeros = torch.zeros_like(stack, device=torch.get_default_device())
-                parameter = nn.Parameter(zeros, requires_grad=stack.requires_grad)
-                self.register_parameter(f"{role}_{group.hidden}", parameter)
+                self.set_stack(group, role, zeros, stack.requires_grad)
 
     @torch.no_grad()
     def part(self, held: Sequence[int]) -> ExpertBank:
         """Return a bank of some of these experts, with copies of their weights."""
         with without_memory():
-            bank = ExpertBank(self.width, self.sizes, self.form, held, self.ids)
-        bank.kernel = self.kernel
-        bank.fp8 = self.fp8
-        bank.recomputes = self.recomputes
-        bank.slot_E = bank.slot_E.to(self.slot_E.device)
+            bank = self.with_experts(self.sizes, self.ids, held)
         for group, role, _ in list(bank.stacks()):
             whole = self.get_parameter(f"{role}_{group.hidden}")
             (own_group,) = (each for each in self.classes if each.hidden == group.hidden)
             indices = [own_group.rows.index(expert) for expert in group.rows]
             weights = whole[torch.tensor(indices, device=whole.device)].clone()
-            parameter = nn.Parameter(weights, requires_grad=whole.requires_grad)
-            bank.register_parameter(f"{role}_{group.hidden}", parameter)
+            bank.set_stack(group, role, weights, whole.requires_grad)
         return bank
+
+    def with_experts(
+        self, sizes: Sequence[int], ids: Sequence[int], held: Sequence[int] | None = None
+    ) -> ExpertBank:
+        """Return a bank of other experts that computes as this one does. Its weights have no values yet."""
+        bank = ExpertBank(self.width, sizes, self.form, held, ids)
+        bank.kernel = self.kernel
+        bank.fp8 = self.fp8
+        bank.recomputes = self.recomputes
+        bank.slot_E = bank.slot_E.to(self.slot_E.device)
+        return bank.train(self.training)
 
     @torch.no_grad()
     def adapt(self, adapters: Adapters) -> None:
@@ -217,13 +251,35 @@ class ExpertBank(nn.Module):
             dtype = torch.promote_types(frozen.dtype, torch.float32)
             for role in adapters.roles:
                 shape = (len(group.rows), *self.form.shape(role, self.width, group.hidden))
-                zeros = torch.zeros(shape, dtype=dtype, device=frozen.device)
-                self.register_parameter(f"{role}_{group.hidden}", nn.Parameter(zeros))
+                self.set_stack(group, role, torch.zeros(shape, dtype=dtype, device=frozen.device))
+
+    @torch.no_grad()
+    def pack(self, packing: Packing) -> None:
+        """Freeze the experts, and keep their matrices in 4 or 8 bits."""
+        self.requires_grad_(False)
+        self.form = replace(self.form, packing=packing)
+        for group, role, stack in self.stacks():
+            form = self.form.packed(role, self.width, group.hidden)
+            if form is not None:
+                packed = torch.stack([form.pack(matrix.t()) for matrix in stack.unbind()])
+                self.set_stack(group, role, packed, trains=False)
+
+    @torch.no_grad()
+    def unpack(self, dtype: torch.dtype) -> None:
+        """Keep packed matrices as numbers of a type again."""
+        for group, role, stack in self.stacks():
+            form = self.form.packed(role, self.width, group.hidden)
+            if form is not None:
+                whole = torch.stack([form.unpack(row, dtype).t() for row in stack.unbind()])
+                self.set_stack(group, role, whole, trains=False)
+        self.form = replace(self.form, packing=None)
 
     @torch.no_grad()
     def merge_adapters(self) -> None:
-        """Add the adapters to the matrices, and remove them."""
+        """Add the adapters to the matrices, and remove them. Packed matrices are unpacked first."""
         adapters = self.form.adapters
+        if self.form.packing is not None:
+            self.unpack(torch.float32)
         if adapters is None:
             return
         for group in self.classes:
@@ -258,10 +314,8 @@ class ExpertBank(nn.Module):
                 return self._compute_rows(x, counts_L, weights_R)
             # Fused: one function copies tokens to rows, computes them, and sums the rows of each token.
             if self.fuses(x, len(row_map.token_R)):
-                weights = [self._class_weights(group, x.dtype) for group in self.classes]
-                matrices = [(each["up"], each["down"]) for each in weights]
-                compute = experts_fp8 if self.fp8 else experts_fused
-                return compute(x, matrices, counts_L, weights_R, row_map)
+                matrices = [self._matrices(group, x.dtype) for group in self.classes]
+                return experts_fused(x, matrices, counts_L, weights_R, row_map, self.fp8)
             self._check_unfused(x, len(row_map.token_R))
             rows_RD = copy_rows(x, row_map)
             return sum_rows(self._compute_rows(rows_RD, counts_L, weights_R), row_map)
@@ -270,12 +324,13 @@ class ExpertBank(nn.Module):
         """Whether the host waits for the rows of each expert before it computes them."""
         if self._can_fuse(device, dtype):
             return False
-        return len(self.classes) > 1 or "loop" in self._kernels(device, dtype)
+        is_packed = self.form.packing is not None
+        return is_packed or len(self.classes) > 1 or "loop" in self._kernels(device, dtype)
 
     def fuses(self, x_TD: Tensor, num_rows: int) -> bool:
-        """Whether ``experts_fused`` (or ``experts_fp8``) computes these tokens, copies and sums included.
+        """Whether ``experts_fused`` computes these tokens, copies and sums included.
 
-        Both skip the rows after those of the last expert, so that ``num_rows`` may be a bound."""
+        It skips the rows after those of the last expert, so that ``num_rows`` may be a bound."""
         dtype = computing_dtype(x_TD)
         if isinstance(x_TD, FakeTensor) or not num_rows or not self._can_fuse(x_TD.device, dtype):
             return False
@@ -288,6 +343,7 @@ class ExpertBank(nn.Module):
             parts = [self.kind, *(["with biases"] if self.form.bias else [])]
             parts += ["with an activation of its own"] if self.form.activation is not None else []
             parts += ["with adapters"] if self.form.adapters is not None else []
+            parts += [f"in {self.form.packing}"] if self.form.packing is not None else []
             return f"experts of the form {' '.join(parts)}; plain swiglu was needed"
         sizes = sorted({self.width, *self.sizes})
         if any(size % SIZE_MULTIPLE for size in sizes):
@@ -316,8 +372,7 @@ class ExpertBank(nn.Module):
         # Without the number of experts, which the fused function does not limit as torch's product does.
         if {choose_kernel(self.kernel, device, dtype, self.width, size) for size in sizes} != {"grouped"}:
             return False
-        works = fp8_experts.works if self.fp8 else fused_experts.works
-        return works(device, dtype, self.width, sizes)
+        return fused_experts.works(device, dtype, self.width, sizes, self.fp8)
 
     def _kernels(self, device: torch.device, dtype: torch.dtype) -> set[Kernel]:
         """Return the kernels of all size classes."""
@@ -356,30 +411,44 @@ class ExpertBank(nn.Module):
     ) -> Tensor:
         """Compute the experts of one size class."""
         dtype = rows_RD.dtype
-        weights = self._class_weights(group, dtype)
         kernel = self._kernel(group, rows_RD.device, dtype)
         compiling = torch.compiler.is_compiling()
         # The compiler supports grouped products in bf16 only, and a trace would not count their FLOPs.
         supported = dtype == torch.bfloat16 or not compiling
         grouped = kernel == "grouped" and supported and not isinstance(rows_RD, FakeTensor)
         if not self.form.is_plain:
+            weights = {role: self._stack(group, role, dtype) for role in self.form.roles}
             if self.form.adapters is not None:
                 weights = self.form.adapters.scaled(weights, size_multiple(dtype) if grouped else 1)
-            general = experts_general if grouped else uncompiled(experts_general)
+            is_traceable = grouped and self.form.packing is None
+            general = experts_general if is_traceable else uncompiled(experts_general)
             return general(rows_RD, weights, counts_E, weights_R, self.form.activate, grouped)
-        arguments = (rows_RD, weights["up"], weights["down"], counts_E, weights_R, self.kind)
+        arguments = (rows_RD, *self._matrices(group, dtype), counts_E, weights_R, self.kind)
         if grouped:
             return experts_grouped(*arguments)
         # Row counts change at every step, and the loop would be compiled anew for each of them.
         return uncompiled(experts_loop)(*arguments)
 
-    def _class_weights(self, group: SizeClass, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the weights of a size class by role, in the type of the rows."""
-        return {role: self._weights(f"{role}_{group.hidden}", dtype) for role in self.form.roles}
+    def _matrices(self, group: SizeClass, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the two matrices of a size class, in the type of the rows."""
+        return self._weights(f"up_{group.hidden}", dtype), self._weights(f"down_{group.hidden}", dtype)
+
+    def _stack(self, group: SizeClass, role: str, dtype: torch.dtype) -> Matrices:
+        """Return the weights of a size class in the type of the rows, or packed."""
+        form = self.form.packed(role, self.width, group.hidden)
+        if form is None:
+            return self._weights(f"{role}_{group.hidden}", dtype)
+        return PackedStack(self.get_parameter(f"{role}_{group.hidden}"), form)
 
     def _weights(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a parameter in a type: its kept copy, or a copy for this pass."""
         parameter = self.get_parameter(name)
+        weights = self._weights_in(name, parameter, dtype)
+        if self.gradient_sink is None or not (parameter.requires_grad and torch.is_grad_enabled()):
+            return weights
+        return diverted(parameter, weights, self.gradient_sink)
+
+    def _weights_in(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         copy = self.copies.get(name)
         if copy is None or copy.weights.dtype != dtype or copy.parameter is not parameter:
             return parameter.to(dtype)
@@ -387,6 +456,11 @@ class ExpertBank(nn.Module):
             copy.refresh()
         # Detach the copy of a parameter that was frozen since: the copy would still hand over gradients.
         return copy.weights if parameter.requires_grad else copy.weights.detach()
+
+
+def named_banks(model: nn.Module) -> list[tuple[str, ExpertBank]]:
+    """Return the banks of a model with their names."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, ExpertBank)]
 
 
 def computing_dtype(x: Tensor) -> torch.dtype:

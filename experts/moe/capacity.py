@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from experts.moe.context import MoEContext
+from experts.tokens.exchange import LocalExchange
 
 
 def capacity_mask(
@@ -21,7 +22,8 @@ def capacity_mask(
     The capacity of an expert is ``capacity`` times its even share of the micro-batch over all
     hosts. First choices are kept before second ones, and among equal choices earlier tokens before
     later ones; hosts hold tokens in the order of their ranks. All hosts must call this."""
-    exchange = context.exchange
+    # Of a micro-batch that one host computes whole, the others have no tokens.
+    exchange = LocalExchange() if context.by_choice else context.exchange
     top_k = experts_TK.shape[1]
     experts_KT = experts_TK.t()
     counts_KE = torch.zeros(top_k, num_experts, dtype=torch.int64, device=experts_TK.device)

@@ -96,6 +96,9 @@ class MoEContext:
     """Whether the layers collect statistics in this step."""
     bounds: ExchangeBounds | None = None
     """Bounds of the rows between hosts; None if counts are exchanged in every layer."""
+    by_choice: bool = False
+    """Whether each choice of a token is a row of its own, in both directions, and experts compute the rows of
+    each host apart. Then no sum, and no product, depends on the hosts of the experts."""
     row_checks: list[RowCheck] = field(default_factory=list)
     """Checks of received rows whose figures the host has not read yet."""
 

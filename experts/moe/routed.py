@@ -5,11 +5,15 @@ own. See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.host_copy import to_host
+from experts.kernels import launching
 from experts.kernels.compiling import uncompiled
 from experts.moe.bank import ExpertBank
 from experts.moe.capacity import capacity_mask
@@ -17,10 +21,12 @@ from experts.moe.context import MoEContext
 from experts.moe.shared_expert import SharedExpert
 from experts.moe.token_exchange import ExchangeChunk, TokenExchange
 from experts.structure import SETTLED, LayerStructure
-from experts.tokens.dispatch import sort_by_slot
+from experts.tokens.dispatch import copy_rows, every_choice, sort_by_slot, sum_rows
 from experts.tokens.received_rows import local_slots
 from experts.tokens.routes import route_table
 from experts.types import Choices
+
+Number = TypeVar("Number", int, Tensor)
 
 
 class RoutedExperts(nn.Module):
@@ -105,10 +111,83 @@ class RoutedExperts(nn.Module):
 
     def compute(self, x_TD: Tensor, choices: Choices) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, wherever they live."""
-        if self.context.exchange.size > 1:
+        if self.context.by_choice:
+            local = self._sums_by_choice(x_TD)
+            # Uncompiled on one host too: fused with its neighbours, an operation rounds in another way.
+            y_TD = uncompiled(self._forward_local if local else self._forward_by_choice)(x_TD, choices)
+        elif self.context.exchange.size > 1:
             return uncompiled(self._forward_exchanged)(x_TD, choices)
-        y_TD = self._forward_local(x_TD, choices)
+        else:
+            y_TD = self._forward_local(x_TD, choices)
         return y_TD if self.shared is None else y_TD + self.shared(x_TD)
+
+    def _sums_by_choice(self, x_TD: Tensor) -> bool:
+        """Whether the local layer adds up the outputs of a token in the order of its choices anyway.
+
+        The kernels of a GPU do; on a CPU rows are added in the order of experts."""
+        return self.context.exchange.size == 1 and launching.available(x_TD)
+
+    def _forward_by_choice(self, x_TD: Tensor, choices: Choices) -> Tensor:
+        """Compute a layer so that its bits do not depend on the hosts of the experts.
+
+        A token is sent to each of its experts, also to two on one host, and the outputs come back one by
+        one: their sum has the order of the choices. The rows of each host are computed apart, as one process
+        computes the micro-batch that they come from."""
+        num_tokens, top_k = choices.experts_TK.shape
+        rows = every_choice(num_tokens, top_k, x_TD.device)
+        kept_TK = self._kept(choices)
+        single = replace(
+            choices,
+            experts_TK=choices.experts_TK.reshape(-1, 1),
+            weights_TK=choices.weights_TK.reshape(-1, 1),
+        )
+        kept_R1 = None if kept_TK is None else kept_TK.reshape(-1, 1)
+        x_RD = copy_rows(x_TD, rows)
+        if self.context.exchange.size > 1:
+            y_RD = self._exchange_choices(x_RD, single, self._hosts(choices.experts_TK).view(-1, 1), kept_R1)
+        else:
+            slots_R1 = self.bank.slot_E[single.experts_TK]
+            num_rows = None
+            if kept_R1 is not None:
+                slots_R1 = torch.where(kept_R1, slots_R1, -1)
+                num_rows = int(kept_R1.sum())
+            y_RD = self._compute(x_RD, slots_R1, single.weights_TK, num_rows)
+        return sum_rows(y_RD, rows)
+
+    def _exchange_choices(
+        self, x_RD: Tensor, choices: Choices, host_R1: Tensor, kept_R1: Tensor | None
+    ) -> Tensor:
+        """Return the output of each choice, computed by the host of its expert."""
+        if kept_R1 is not None:
+            host_R1 = torch.where(kept_R1, host_R1, -1)
+        header = (self.layer_id, len(self.load_E))
+        tokens = TokenExchange.plan(x_RD, choices, host_R1, self.context, header)
+        tokens.send()
+        for chunk in tokens.chunks:
+            rows_GD, weights_G1, ids_G1 = chunk.receive()
+            slots_G1 = self._received_slots(ids_G1, chunk)
+            counts = list(chunk.outbound.plan.receive_counts)
+            if chunk.bound is not None:
+                counts = [chunk.bound.block] * self.context.exchange.size
+            parts = zip(rows_GD.split(counts), slots_G1.split(counts), weights_G1.split(counts), strict=True)
+            chunk.send_back(torch.cat([self._compute_of_host(*part, chunk) for part in parts]))
+        return tokens.receive_back()
+
+    def _compute_of_host(
+        self, rows_GD: Tensor, slots_G1: Tensor, weights_G1: Tensor, chunk: ExchangeChunk
+    ) -> Tensor:
+        """Return the outputs for the rows of one host."""
+        num_rows = None
+        is_bounded = False
+        if chunk.bound is not None:
+            max_rows = min(chunk.bound.rows, chunk.bound.expert_rows)
+            is_bounded = self.bank.fuses(rows_GD, max_rows)
+            num_rows = max_rows if is_bounded else int(to_host((slots_G1 >= 0).sum()))
+        # A host without rows for this one has nothing to compute: its part of each gradient is zero. Padding,
+        # which a message may consist of, is summed like rows.
+        if num_rows == 0 or not len(rows_GD):
+            return rows_GD.masked_fill(slots_G1 < 0, 0.0)
+        return self._compute(rows_GD, slots_G1, weights_G1, num_rows, is_bounded)
 
     def _forward_local(self, x_TD: Tensor, choices: Choices) -> Tensor:
         """Compute a layer whose experts are all on this host."""
@@ -147,11 +226,21 @@ class RoutedExperts(nn.Module):
         """Return the host that computes each choice."""
         if self.route_EB is None:
             return self.host_E[experts_TK]
-        token_T = torch.arange(len(experts_TK), device=experts_TK.device)
-        # Multiplicative hashing: the upper bits of the product spread neighbours, and tokens at the same
-        # position of different samples, over the buckets.
-        bucket_T = ((token_T * 2654435769) >> 26) % self.route_EB.shape[1]
+        step = self.context.step
+        if self.context.by_choice:
+            # One copy computes all rows of a micro-batch, as one process does; over many micro-batches the
+            # copies get their shares.
+            return self.route_EB[:, self._bucket(step.seed + step.first_sample)][experts_TK]
+        bucket_T = self._bucket(torch.arange(len(experts_TK), device=experts_TK.device))
         return self.route_EB[experts_TK, bucket_T.unsqueeze(1)]
+
+    def _bucket(self, number: Number) -> Number:
+        """Return the bucket of a number.
+
+        Multiplicative hashing: the upper bits of the product spread neighbours, and tokens at the same
+        position of different samples, over the buckets."""
+        assert self.route_EB is not None
+        return ((number * 2654435769) >> 26) % self.route_EB.shape[1]
 
     def _received_slots(self, ids_GK: Tensor, chunk: ExchangeChunk) -> Tensor:
         """Return the local slots of received ids, and start the check of these ids."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from experts.moe.context import MoEContext
+from experts.moe.token_parts import TokenPart, chunk_of_host, selected
 from experts.tokens.bounds import HEADER_BYTES, RowBound
 from experts.tokens.destinations import Destinations
 from experts.tokens.dispatch import sum_rows
@@ -106,6 +106,9 @@ class TokenExchange:
     """All chunks of a layer's tokens."""
 
     chunks: list[ExchangeChunk]
+    chunk_T: Tensor | None = None
+    """The chunk of each token where chunks are groups of hosts; None if each has tokens that follow each
+    other."""
 
     @classmethod
     def plan(
@@ -123,22 +126,27 @@ class TokenExchange:
         exchange = context.exchange
         if context.step.dummy:
             host_TK = torch.full_like(host_TK, -1)
-        slices = _chunk_slices(len(x_TD), context.num_chunks)
+        tokens = TokenPart(x_TD, choices.weights_TK, choices.experts_TK, host_TK)
+        chunk_T = None
+        if context.by_choice and context.num_chunks > 1:
+            num_chunks = min(context.num_chunks, exchange.size)
+            chunk_T = chunk_of_host(host_TK.squeeze(1), exchange.rank, exchange.size, num_chunks)
+            parts = tokens.by_chunk(chunk_T, num_chunks)
+        else:
+            parts = tokens.in_order(context.num_chunks)
         layout = Layout.of(x_TD, choices.weights_TK)
         layer_id = header[0] if header else 0
         bound = context.bounds.of_layer(layer_id) if context.bounds is not None else None
+        anchor = x_TD.new_zeros((), requires_grad=torch.is_grad_enabled())
         if bound is not None and layout.size >= HEADER_BYTES:
-            anchor = x_TD.new_zeros((), requires_grad=torch.is_grad_enabled())
-            parts = [_Part.of(x_TD, choices, host_TK, part) for part in slices]
-            return cls([part.bounded_chunk(bound, layer_id, anchor, context) for part in parts])
-        destinations = [Destinations.of(host_TK[part], exchange.size) for part in slices]
-        header = (*header, layout.size, len(slices))
+            bounded = [_bounded_chunk(part.padded(), bound, layer_id, anchor, context) for part in parts]
+            return cls(bounded, chunk_T)
+        destinations = [Destinations.of(part.host_TK, exchange.size) for part in parts]
+        header = (*header, layout.size, len(parts))
         top_k = choices.experts_TK.shape[1]
         sent, received = context.replayed(lambda: _exchange_counts(context, destinations, header, top_k))
-        anchor = x_TD.new_zeros((), requires_grad=torch.is_grad_enabled())
         chunks: list[ExchangeChunk] = []
-        is_single = len(slices) == 1
-        for number, (part, destination) in enumerate(zip(slices, destinations, strict=True)):
+        for number, (part, destination) in enumerate(zip(parts, destinations, strict=True)):
             send_counts = _column(sent, 2 * number)
             receive_counts = _column(received, 2 * number)
             num_rows = sum(_column(received, 2 * number + 1))
@@ -146,10 +154,9 @@ class TokenExchange:
                 context.bounds.add_counts(layer_id, receive_counts, num_rows)
             plan = destination.transfer_plan(send_counts, receive_counts)
             chunk = ExchangeChunk(
-                # Slicing a single chunk would add nodes to the autograd graph.
-                x_TD=x_TD if is_single else x_TD[part],
-                weights_TK=choices.weights_TK if is_single else choices.weights_TK[part],
-                ids_SK=destination.expert_ids(choices.experts_TK[part], plan),
+                x_TD=part.x_TD,
+                weights_TK=part.weights_TK,
+                ids_SK=destination.expert_ids(part.experts_TK, plan),
                 outbound=Transfer(exchange, plan),
                 inbound=Transfer(exchange, plan),
                 num_rows=num_rows,
@@ -157,7 +164,7 @@ class TokenExchange:
                 context=context,
             )
             chunks.append(chunk)
-        return cls(chunks)
+        return cls(chunks, chunk_T)
 
     def send(self) -> None:
         for chunk in self.chunks:
@@ -165,54 +172,33 @@ class TokenExchange:
 
     def receive_back(self) -> Tensor:
         outputs = [chunk.receive_back() for chunk in self.chunks]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if len(outputs) == 1:
+            return outputs[0]
+        if self.chunk_T is None:
+            return torch.cat(outputs)
+        return selected(outputs, self.chunk_T)
 
 
-@dataclass
-class _Part:
-    """The tokens of a chunk, and the choices of their experts and hosts."""
-
-    x_TD: Tensor
-    weights_TK: Tensor
-    experts_TK: Tensor
-    host_TK: Tensor
-    is_empty: bool
-
-    @classmethod
-    def of(cls, x_TD: Tensor, choices: Choices, host_TK: Tensor, part: slice) -> _Part:
-        if len(host_TK[part]):
-            tensors = (x_TD, choices.weights_TK, choices.experts_TK, host_TK)
-            is_whole = len(host_TK[part]) == len(host_TK)
-            # Slicing a single chunk would add nodes to the autograd graph.
-            return cls(*(tensor if is_whole else tensor[part] for tensor in tensors), is_empty=False)
-        # Padding copies a token: one that is sent to no host stands for those that are missing.
-        size = choices.experts_TK.shape[1]
-        no_host = host_TK.new_full((1, size), -1)
-        weights = choices.weights_TK.new_zeros(1, size)
-        return cls(
-            x_TD.new_zeros(1, x_TD.shape[1]), weights, torch.zeros_like(no_host), no_host, is_empty=True
-        )
-
-    def bounded_chunk(
-        self, bound: RowBound, layer_id: int, anchor: Tensor, context: MoEContext
-    ) -> ExchangeChunk:
-        """Return the chunk of rows whose counts no host knows."""
-        destinations = Destinations.of(self.host_TK, context.exchange.size)
-        plan, ids_SK = destinations.bounded_plan(self.experts_TK, bound)
-        return ExchangeChunk(
-            x_TD=self.x_TD,
-            weights_TK=self.weights_TK,
-            ids_SK=ids_SK,
-            outbound=Transfer(context.exchange, plan),
-            inbound=Transfer(context.exchange, plan),
-            num_rows=None,
-            anchor=anchor,
-            context=context,
-            bound=bound,
-            counts_N2=torch.stack([destinations.rows_N, destinations.expert_rows_N], dim=1),
-            layer_id=layer_id,
-            is_empty=self.is_empty,
-        )
+def _bounded_chunk(
+    part: TokenPart, bound: RowBound, layer_id: int, anchor: Tensor, context: MoEContext
+) -> ExchangeChunk:
+    """Return the chunk of rows whose counts no host knows."""
+    destinations = Destinations.of(part.host_TK, context.exchange.size)
+    plan, ids_SK = destinations.bounded_plan(part.experts_TK, bound)
+    return ExchangeChunk(
+        x_TD=part.x_TD,
+        weights_TK=part.weights_TK,
+        ids_SK=ids_SK,
+        outbound=Transfer(context.exchange, plan),
+        inbound=Transfer(context.exchange, plan),
+        num_rows=None,
+        anchor=anchor,
+        context=context,
+        bound=bound,
+        counts_N2=torch.stack([destinations.rows_N, destinations.expert_rows_N], dim=1),
+        layer_id=layer_id,
+        is_empty=part.is_empty,
+    )
 
 
 def _exchange_counts(
@@ -247,11 +233,3 @@ def _check_counts(received: Sequence[Sequence[int]], top_k: int) -> None:
 
 def _column(table: Sequence[Sequence[int]], index: int) -> tuple[int, ...]:
     return tuple(row[index] for row in table)
-
-
-def _chunk_slices(tokens: int, num_chunks: int) -> Sequence[slice]:
-    """Cut tokens into chunks, as many on every host.
-
-    Each chunk is a collective, also where a host has no tokens for it."""
-    bounds = [tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]
-    return [slice(begin, end) for begin, end in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""A copy of large weights in the type that products compute in, kept from step to step.
+"""Weights in the place of a parameter: a copy in a shorter type, and weights whose gradients go elsewhere.
 
 Casting the weights of all experts in every forward pass, and their gradients in every backward pass, takes
 as long as a tenth of the products. The optimizer that writes the weights can write the copy as well."""
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -83,3 +84,32 @@ def _handing_over(copy: WeightCopy) -> Callable[[Tensor], None]:
         alive.hand_over_gradient(weights)
 
     return hand_over
+
+
+class GradientSink(Protocol):
+    """Takes the gradient of one use of a parameter."""
+
+    def __call__(self, parameter: nn.Parameter, gradient: Tensor) -> None: ...
+
+
+def diverted(parameter: nn.Parameter, weights: Tensor, sink: GradientSink) -> Tensor:
+    """Return ``weights``, those of a parameter in some type, whose gradient goes to ``sink``.
+
+    ``parameter.grad`` stays as it is.
+
+    Autograd would add up the gradients of all uses in an order, and a rounding, that follow the hosts."""
+    result: Tensor = _Diverted.apply(parameter, weights.detach(), sink)
+    return result
+
+
+class _Diverted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, weights: Tensor, sink: GradientSink) -> Tensor:
+        ctx.parameter = parameter
+        ctx.sink = sink
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.sink(ctx.parameter, grads[0])
+        return None, None, None

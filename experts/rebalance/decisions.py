@@ -21,6 +21,7 @@ from experts.placement.division import (
     host_seconds,
     imbalance,
     resplit,
+    without_needless_copies,
 )
 from experts.placement.placement import ExpertCost
 from experts.placement.problem import Problem
@@ -34,7 +35,6 @@ from experts.rebalance.costs import (
     with_shares,
 )
 from experts.rebalance.load_history import LoadHistory, Loads
-from experts.rebalance.needless_copies import without_needless_copies
 from experts.rebalance.plan import Plan, Transfer
 from experts.structure import Change, LayerStructure
 

@@ -4,7 +4,7 @@ See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from experts.model import fill_normal, mix
 from experts.moe.routed import RoutedExperts
 from experts.structure import Change
 from experts.surgery.expert_transfer import ExpertTensors
-from experts.surgery.optimizer_state import WEIGHTS, added, gradient_degree, halved
+from experts.surgery.optimizer_state import WEIGHTS, StateCoding, added, gradient_degree, halved
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,31 @@ class ExpertBuilder:
     change: Change
     seed: int
     expert_id: int
+    coding: StateCoding | None = None
+    """What expands the optimizer's state, if it is in codes."""
 
     def build(self, sources: Sequence[ExpertTensors]) -> ExpertTensors:
+        make = self._maker()
+        if make is None:
+            return sources[0]
+        if self.coding is None:
+            return make(*sources)
+        made = make(*(_by_role(source, self.coding.expanded) for source in sources))
+        return _by_role(made, self.coding.compressed)
+
+    def _maker(self) -> Callable[..., ExpertTensors] | None:
+        """Return what makes the expert from its sources; None for one that stays as it is."""
         change = self.change
         is_new = self.expert_id in change.ids
         if change.kind == "merged" and is_new:
-            return self._merge(sources[0], sources[1])
+            return self._merge
         if change.kind != "born":
-            return sources[0]
+            return None
         if is_new and not change.parents:
-            return self._fresh(sources[0])
+            return self._fresh
         if is_new or self.expert_id in change.parents:
-            return self._half(sources[0]) if self.layer.chooses_all else _twin(sources[0])
-        return sources[0]
+            return self._half if self.layer.chooses_all else _twin
+        return None
 
     def _merge(self, first: ExpertTensors, second: ExpertTensors) -> ExpertTensors:
         """Return one expert for the tokens of two, with the mean of their weights by use."""
@@ -50,7 +62,10 @@ class ExpertBuilder:
             if not tensor.ndim:
                 tensors[slot, role] = tensor
             elif slot in WEIGHTS:
-                tensors[slot, role] = tensor * share + other * (1 - share)
+                # Weights in bf16 are rounded once, to the nearest.
+                wide = torch.promote_types(tensor.dtype, torch.float32)
+                mean = tensor.to(wide) * share + other.to(wide) * (1 - share)
+                tensors[slot, role] = mean.to(tensor.dtype)
             else:
                 tensors[slot, role] = added(slot, tensor, other, same_tokens=same_tokens)
         return tensors
@@ -63,7 +78,7 @@ class ExpertBuilder:
         tensors: ExpertTensors = {}
         for (slot, role), tensor in like.items():
             if slot in WEIGHTS:
-                tensors[slot, role] = self._initial(role, tensor)
+                tensors[slot, role] = self._initial(role, like["", role]).to(tensor.dtype)
             elif tensor.ndim and gradient_degree(slot) == 1:
                 tensors[slot, role] = torch.zeros_like(tensor)
             else:
@@ -91,8 +106,8 @@ class ExpertBuilder:
                 tensors[slot, role] = torch.where(kept_H.unsqueeze(1), half, other)
             else:
                 kept = kept_H if tensor.shape[1] == hidden else kept_H.repeat(2)
-                other = self._initial(role, tensor) if slot in WEIGHTS else _emptied(slot, tensor)
-                tensors[slot, role] = torch.where(kept, tensor, other)
+                other = self._initial(role, parent["", role]) if slot in WEIGHTS else _emptied(slot, tensor)
+                tensors[slot, role] = torch.where(kept, tensor, other.to(tensor.dtype))
         return tensors
 
     def _initial(self, role: str, like: Tensor) -> Tensor:
@@ -100,6 +115,22 @@ class ExpertBuilder:
         seed = mix(self.seed, f"{self.layer.layer_name}.bank", self.expert_id, role, self.change.ids[0])
         fill_normal(weight, weight.shape[0] ** -0.5, seed)
         return weight
+
+
+def _by_role(
+    expert: ExpertTensors, convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+) -> ExpertTensors:
+    """Return an expert with the optimizer's state of each role converted, as one row of its stack."""
+    converted: ExpertTensors = {}
+    for role in dict.fromkeys(role for _, role in expert):
+        slots = {slot: tensor for (slot, of), tensor in expert.items() if of == role}
+        weights = slots.pop("")
+        rows = convert(
+            {slot: tensor.unsqueeze(0) if tensor.ndim else tensor for slot, tensor in slots.items()}
+        )
+        converted["", role] = weights
+        converted |= {(slot, role): tensor[0] if tensor.ndim else tensor for slot, tensor in rows.items()}
+    return converted
 
 
 def _units(up: Tensor, kind: str) -> int:

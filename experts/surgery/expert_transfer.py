@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ ExpertTensors = dict[tuple[str, str], Tensor]
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor that an optimizer keeps of each stack: shaped like it, or one scalar."""
+    """A tensor that an optimizer keeps of each stack: like it, one scalar, or a few numbers of each row."""
 
     name: str
     dtype: torch.dtype
@@ -30,6 +31,14 @@ class Slot:
     """Whether it is in host memory, as some optimizers have their step counters."""
     roles: tuple[str, ...] | None = None
     """The roles whose stacks have it; None for all. Muon keeps other tensors of biases than of matrices."""
+    block: int = 1
+    """Numbers of an expert's weights that share one number of the slot."""
+
+    def shape(self, weights: tuple[int, ...]) -> tuple[int, ...]:
+        """Return its shape for one expert whose weights have the given shape."""
+        if self.is_scalar:
+            return ()
+        return weights if self.block == 1 else (-(-math.prod(weights) // self.block),)
 
 
 @dataclass(frozen=True)
@@ -177,7 +186,7 @@ def _layout(layer: RoutedExperts, size: int, spec: StateSpec) -> list[_Entry]:
         shape = form.shape(role, layer.bank.width, size)
         entries.append(_Entry(("", role), spec.dtype_of(role, layer), shape))
         entries += [
-            _Entry((slot.name, role), slot.dtype, () if slot.is_scalar else shape, slot.on_host)
+            _Entry((slot.name, role), slot.dtype, slot.shape(shape), slot.on_host)
             for slot in spec.slots_of(role)
         ]
     return entries

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from experts.model import fill_normal, mix
 from experts.moe.layer import MoELayer
 from experts.structure import Change, LayerStructure
-from experts.surgery.optimizer_state import added, gradient_degree, halved
+from experts.surgery.optimizer_state import added, coding_of, gradient_degree, halved
 
 _GATE_STD = 0.02
 _WARMED_NOISE = 0.1  # of the spread of a gate's row
@@ -25,14 +25,19 @@ def change_gate(
     gate = layer.gate
     before = gate.weight_ED
     rows = _gate_rows(old, new, change)
-    weight = _combine_rows(before.detach(), rows)
+    # Weights in bf16 are rounded once, to the nearest.
+    wide = torch.promote_types(before.dtype, torch.float32)
+    weight = _combine_rows(before.detach().to(wide), rows)
     if change.kind == "born" and not change.parents:
         fill_normal(weight[-1], _GATE_STD, mix(seed, layer.layer_name, "gate", change.ids[0]))
     if change.kind == "warmed":
         _tell_apart(weight, old, change.ids[0], mix(seed, layer.layer_name, "warmed", change.ids[0]))
-    gate.weight_ED = nn.Parameter(weight, requires_grad=before.requires_grad)
+    gate.weight_ED = nn.Parameter(weight.to(before.dtype), requires_grad=before.requires_grad)
     state = optimizer.state.get(before)
+    coding = coding_of(optimizer)
     if state is not None:
+        if coding is not None:
+            state = coding.expanded(state)
         halves = _halves(layer, new, change)
         unused = _unused(new, change)
         optimizer.state[gate.weight_ED] = {
@@ -43,7 +48,9 @@ def change_gate(
         }
         average = optimizer.state[gate.weight_ED].get("ema")
         if average is not None and not rows[-1]:
-            average[-1] = weight[-1]  # a row without a source begins as its weights do
+            average[-1] = gate.weight_ED[-1]  # a row without a source begins as its weights do
+        if coding is not None:
+            optimizer.state[gate.weight_ED] = coding.compressed(optimizer.state[gate.weight_ED])
     gate.bias_E = _combine_rows(gate.bias_E, rows)
     if gate.chooses_all:
         # Every expert had every token: the loads of two are not added up.

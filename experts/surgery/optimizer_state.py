@@ -10,6 +10,7 @@ these add up."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,23 @@ class ParameterGroups:
         for parameter in list(self._optimizer.state):
             if id(parameter) in removed:
                 del self._optimizer.state[parameter]
+
+
+@runtime_checkable
+class StateCoding(Protocol):
+    """An optimizer that keeps some averages of its parameters in codes, which cannot be added up."""
+
+    def expanded(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state of rows of a parameter with averages in the place of codes."""
+        ...
+
+    def compressed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state of rows of a parameter with codes in the place of averages."""
+        ...
+
+
+def coding_of(optimizer: torch.optim.Optimizer) -> StateCoding | None:
+    return optimizer if isinstance(optimizer, StateCoding) else None
 
 
 _DEGREES: Mapping[str, int] = {

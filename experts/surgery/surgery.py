@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experts.moe.bank import ExpertBank, without_memory
 from experts.moe.layer import MoELayer
@@ -21,7 +21,7 @@ from experts.structure import Change, LayerStructure, changed
 from experts.surgery.builder import ExpertBuilder
 from experts.surgery.expert_transfer import ExpertTensors, StateSpec, exchange_experts
 from experts.surgery.gate_rows import change_gate, follow_number
-from experts.surgery.optimizer_state import ParameterGroups
+from experts.surgery.optimizer_state import ParameterGroups, coding_of
 
 _MOVES = ("moved", "copied")
 """Changes that leave the gate as it is."""
@@ -38,50 +38,28 @@ class Surgery:
 
 
 @dataclass(frozen=True)
-class GateBackup:
-    """A layer's gate and statistics, as they were before a change."""
-
-    layer: MoELayer
-    weight_ED: nn.Parameter
-    bias_E: Tensor
-    statistics: ExpertStatistics | None
-
-    @classmethod
-    def of(cls, layer: MoELayer) -> GateBackup:
-        return cls(layer, layer.gate.weight_ED, layer.gate.bias_E, layer.statistics)
-
-    def restore(self, num_experts: int) -> None:
-        gate = self.layer.gate
-        gate.weight_ED = self.weight_ED
-        gate.bias_E = self.bias_E
-        self.layer.statistics = self.statistics
-        follow_number(self.layer, num_experts)
-
-
-@dataclass(frozen=True)
 class LayerBackup:
     """A layer and its optimizer state, as they were before a change."""
 
     layer: RoutedExperts
-    bank: ExpertBank
-    gate: GateBackup | None
-    load_E: Tensor
     structure: LayerStructure
+    attributes: Sequence[tuple[nn.Module, str, Any]]
+    """What a change replaces in the layer and its gate: module, name and value."""
     optimizer: torch.optim.Optimizer
     state: Mapping[nn.Parameter, dict[str, Any]]
     groups: Sequence[list[nn.Parameter]]
 
     @classmethod
     def of(cls, layer: RoutedExperts, optimizer: torch.optim.Optimizer) -> LayerBackup:
-        parameters = _changed_parameters(layer)
+        replaced: list[tuple[nn.Module, str]] = [(layer, "bank"), (layer, "load_E")]
+        if isinstance(layer, MoELayer):
+            replaced += [(layer.gate, "weight_ED"), (layer.gate, "bias_E"), (layer, "statistics")]
         return cls(
             layer,
-            layer.bank,
-            GateBackup.of(layer) if isinstance(layer, MoELayer) else None,
-            layer.load_E,
             layer.structure,
+            [(module, name, getattr(module, name)) for module, name in replaced],
             optimizer,
-            {p: optimizer.state[p] for p in parameters if p in optimizer.state},
+            {p: optimizer.state[p] for p in _changed_parameters(layer) if p in optimizer.state},
             [list(group["params"]) for group in optimizer.param_groups],
         )
 
@@ -91,10 +69,10 @@ class LayerBackup:
         structure = replace(self.structure, next_id=layer.structure.next_id)
         for parameter in _changed_parameters(layer):
             self.optimizer.state.pop(parameter, None)
-        layer.bank = self.bank
-        layer.load_E = self.load_E
-        if self.gate is not None:
-            self.gate.restore(len(self.structure.experts))
+        for module, name, value in self.attributes:
+            setattr(module, name, value)
+        if isinstance(layer, MoELayer):
+            follow_number(layer, len(structure.experts))
         layer.use_structure(structure, _host(layer), step)
         for parameter, state in self.state.items():
             self.optimizer.state[parameter] = state
@@ -133,7 +111,7 @@ def change_layer(model: nn.Module, layer: RoutedExperts, change: Change, surgery
     tensors: dict[int, ExpertTensors] = {}
     for row in new.held(rank):
         expert = new.experts[row]
-        builder = ExpertBuilder(layer, change, surgery.seed, expert.id)
+        builder = ExpertBuilder(layer, change, surgery.seed, expert.id, coding_of(surgery.optimizer))
         tensors[row] = builder.build([available[source] for source in sources[expert.id]])
     groups = ParameterGroups(surgery.optimizer, layer, surgery.spec.groups)
     bank = _build_bank(layer.bank, new, rank, tensors, surgery)
@@ -182,16 +160,10 @@ def _build_bank(
 ) -> ExpertBank:
     """Build a bank of this host's experts from their tensors, by row, and set the optimizer's state."""
     with without_memory():
-        bank = ExpertBank(before.width, structure.sizes, before.form, structure.held(rank), structure.ids)
-    bank.kernel = before.kernel
-    bank.fp8 = before.fp8
-    bank.recomputes = before.recomputes
-    bank.slot_E = bank.slot_E.to(before.slot_E.device)
-    bank.train(before.training)
+        bank = before.with_experts(structure.sizes, structure.ids, structure.held(rank))
     for group, role, _ in list(bank.stacks()):
         weights = torch.stack([tensors[row]["", role] for row in group.rows])
-        stack = nn.Parameter(weights, requires_grad=role not in surgery.spec.frozen)
-        bank.register_parameter(f"{role}_{group.hidden}", stack)
+        stack = bank.set_stack(group, role, weights, trains=role not in surgery.spec.frozen)
         state = surgery.spec.values_of(role)
         for slot in surgery.spec.slots_of(role):
             parts = [tensors[row][slot.name, role] for row in group.rows]
@@ -210,10 +182,7 @@ def restructure(layers: Sequence[RoutedExperts], structures: Sequence[LayerStruc
         num_experts = len(structure.experts)
         layer.load_E = layer.load_E.new_zeros(num_experts)
         before = layer.bank
-        layer.bank = ExpertBank(before.width, structure.sizes, before.form, None, structure.ids)
-        layer.bank.kernel = before.kernel
-        layer.bank.fp8 = before.fp8
-        layer.bank.recomputes = before.recomputes
+        layer.bank = before.with_experts(structure.sizes, structure.ids)
         _keep_types(before, layer.bank)
         if isinstance(layer, MoELayer):
             _restructure_gate(layer, num_experts)

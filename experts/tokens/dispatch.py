@@ -107,6 +107,12 @@ def _within(counts_L: Tensor, num_rows: int, bounded: bool) -> Tensor:
     return torch.diff(ends_L, prepend=ends_L.new_zeros(1))
 
 
+def every_choice(num_tokens: int, top_k: int, device: torch.device) -> RowMap:
+    """Return the map of rows that hold one choice of a token each, in the order of tokens and choices."""
+    row_TK = torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k)
+    return RowMap(row_TK.flatten() // top_k, row_TK, complete=True)
+
+
 def key_dtype(num_slots: int) -> torch.dtype:
     """Return the shortest type that holds all slots and the key of absent choices, ``num_slots``.
 

@@ -76,29 +76,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets in bytes of the sections of a packed row, and its size.
-
-    The sections are features, weights and expert ids."""
-
-    features: int
-    weights: int
-    ids: int
-    size: int
-
-    @classmethod
-    def of(cls, x_TD: Tensor, weights_TK: Tensor) -> Layout:
-        return cls.of_format(_RowFormat.of(x_TD, weights_TK))
-
-    @classmethod
-    def of_format(cls, row_format: _RowFormat) -> Layout:
-        weights = _aligned(row_format.width * row_format.dtype.itemsize)
-        ids = weights + _aligned(row_format.top_k * row_format.weight_dtype.itemsize)
-        return cls(0, weights, ids, ids + _aligned(row_format.top_k * torch.int32.itemsize))
-
-
-@dataclass(frozen=True)
-class _RowFormat:
-    """Sizes and types of the sections of a packed row."""
+    """The sections of a packed row: features, weights and expert ids, each at an offset in bytes."""
 
     width: int
     dtype: torch.dtype
@@ -106,20 +84,42 @@ class _RowFormat:
     weight_dtype: torch.dtype
 
     @classmethod
-    def of(cls, x_TD: Tensor, weights_TK: Tensor) -> _RowFormat:
+    def of(cls, x_TD: Tensor, weights_TK: Tensor) -> Layout:
         return cls(x_TD.shape[1], x_TD.dtype, weights_TK.shape[1], weights_TK.dtype)
+
+    @property
+    def weights(self) -> int:
+        return _aligned(self.width * self.dtype.itemsize)
+
+    @property
+    def ids(self) -> int:
+        return self.weights + _aligned(self.top_k * self.weight_dtype.itemsize)
+
+    @property
+    def size(self) -> int:
+        return self.ids + _aligned(self.top_k * torch.int32.itemsize)
+
+    def new_packed(self, num_rows: int, with_ids: bool, device: torch.device) -> Tensor:
+        """Return memory for packed rows. Padding, which nothing is written to, is zero."""
+        size = self.size if with_ids else self.ids
+        used = self.width * self.dtype.itemsize + self.top_k * self.weight_dtype.itemsize
+        used += self.top_k * torch.int32.itemsize if with_ids else 0
+        create = torch.empty if used == size else torch.zeros
+        return create(num_rows, size, dtype=torch.uint8, device=device)
+
+    def features_of(self, packed: Tensor) -> Tensor:
+        """Return a view of the features of packed rows."""
+        return _section(packed, 0, self.width, self.dtype)
+
+    def weights_of(self, packed: Tensor) -> Tensor:
+        return _section(packed, self.weights, self.top_k, self.weight_dtype)
+
+    def ids_of(self, packed: Tensor) -> Tensor:
+        return _section(packed, self.ids, self.top_k, torch.int32)
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _new_packed(num_rows: int, size: int, used: int, device: torch.device) -> Tensor:
-    """Return memory for packed rows of ``size`` bytes.
-
-    Padding, where only ``used`` bytes are written, is zero."""
-    create = torch.empty if used == size else torch.zeros
-    return create(num_rows, size, dtype=torch.uint8, device=device)
 
 
 def _section(packed: Tensor, begin: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -156,7 +156,7 @@ def receive(
     """Return features, weights and expert ids of the tokens received.
 
     Width and types are those of ``x_TD`` and ``weights_TK``."""
-    return _Receive.apply(ticket, transfer, _RowFormat.of(x_TD, weights_TK))
+    return _Receive.apply(ticket, transfer, Layout.of(x_TD, weights_TK))
 
 
 def send_back(rows_GD: Tensor, anchor: Tensor, transfer: Transfer) -> Tensor:
@@ -183,33 +183,27 @@ class _Send(torch.autograd.Function):
         anchor: Tensor,
         transfer: Transfer,
     ) -> Tensor:
-        row_format = _RowFormat.of(x_TD, weights_TK)
-        layout = Layout.of_format(row_format)
+        layout = Layout.of(x_TD, weights_TK)
         token_S = transfer.plan.row_map.token_R
-        row_bytes = row_format.width * x_TD.itemsize
-        choice_bytes = row_format.top_k * (weights_TK.itemsize + ids_SK.itemsize)
-        packed = _new_packed(len(token_S), layout.size, row_bytes + choice_bytes, x_TD.device)
-        features = _section(packed, layout.features, row_format.width, row_format.dtype)
-        weights = _section(packed, layout.weights, row_format.top_k, row_format.weight_dtype)
+        packed = layout.new_packed(len(token_S), with_ids=True, device=x_TD.device)
         # Straight into the message: rows are copied once.
-        torch.index_select(x_TD, 0, token_S, out=features)
-        torch.index_select(weights_TK, 0, token_S, out=weights)
-        _section(packed, layout.ids, row_format.top_k, torch.int32).copy_(ids_SK)
+        torch.index_select(x_TD, 0, token_S, out=layout.features_of(packed))
+        torch.index_select(weights_TK, 0, token_S, out=layout.weights_of(packed))
+        layout.ids_of(packed).copy_(ids_SK)
         if transfer.header_N4 is not None:
             _headers(packed, len(transfer.header_N4)).copy_(transfer.header_N4)
         transfer.pending_rows = transfer.start(packed)
         ctx.transfer = transfer
         ctx.layout = layout
-        ctx.row_format = row_format
         return anchor.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # noqa: ARG004
         transfer: Transfer = ctx.transfer
-        row_format: _RowFormat = ctx.row_format
+        layout: Layout = ctx.layout
         packed = transfer.wait_for_grads()
-        grad_SD = _section(packed, 0, row_format.width, row_format.dtype)
-        grad_SK = _section(packed, ctx.layout.weights, row_format.top_k, row_format.weight_dtype)
+        grad_SD = layout.features_of(packed)
+        grad_SK = layout.weights_of(packed)
         # A token that was sent to several hosts sums their gradients, in the order of hosts.
         row_map = transfer.plan.row_map
         return sum_in_order(grad_SD, row_map), sum_in_order(grad_SK, row_map), None, None, None
@@ -217,15 +211,14 @@ class _Send(torch.autograd.Function):
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, transfer: Transfer, row_format: _RowFormat) -> Any:
+    def forward(ctx: Any, ticket: Tensor, transfer: Transfer, layout: Layout) -> Any:
         packed = transfer.wait_for_rows()
         # A copy: with a view, the transfer would keep the message in memory.
         if transfer.header_N4 is not None:
             transfer.received_header_N4 = _headers(packed, len(transfer.header_N4)).clone()
-        layout = Layout.of_format(row_format)
-        rows_GD = _section(packed, layout.features, row_format.width, row_format.dtype)
-        weights_GK = _section(packed, layout.weights, row_format.top_k, row_format.weight_dtype).contiguous()
-        ids_GK = _section(packed, layout.ids, row_format.top_k, torch.int32).long()
+        rows_GD = layout.features_of(packed)
+        weights_GK = layout.weights_of(packed).contiguous()
+        ids_GK = layout.ids_of(packed).long()
         ctx.transfer = transfer
         ctx.layout = layout
         ctx.ticket = (ticket.dtype, ticket.device)
@@ -237,11 +230,10 @@ class _Receive(torch.autograd.Function):
         transfer: Transfer = ctx.transfer
         layout: Layout = ctx.layout
         grad_GD, grad_GK, _ = grads
-        used = grad_GD.shape[1] * grad_GD.itemsize + grad_GK.shape[1] * grad_GK.itemsize
         # Ids have no gradient: a packed row of gradients ends where the ids would begin.
-        packed = _new_packed(len(grad_GD), layout.ids, used, grad_GD.device)
-        _section(packed, layout.features, grad_GD.shape[1], grad_GD.dtype).copy_(grad_GD)
-        _section(packed, layout.weights, grad_GK.shape[1], grad_GK.dtype).copy_(grad_GK)
+        packed = layout.new_packed(len(grad_GD), with_ids=False, device=grad_GD.device)
+        layout.features_of(packed).copy_(grad_GD)
+        layout.weights_of(packed).copy_(grad_GK)
         transfer.pending_grads = transfer.start_reversed(packed)
         return _zero_grad_of(ctx.ticket), None, None
 

@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experts.transformers.balance import balance_loss, step_counts
+    from experts.transformers.balance import balance_loss, step_counts, use_balance_bias
     from experts.transformers.files.initial import initialise_weights
     from experts.transformers.files.reading import read_weights
     from experts.transformers.lora.adapters import LoraOptions, add_lora, initialise_lora, merge_lora
+    from experts.transformers.lora.packing import pack_frozen
     from experts.transformers.lora.peft_files import save_lora
     from experts.transformers.registration import expert_loads, restore, use
-    from experts.transformers.router_bias import use_balance_bias
 
 __all__ = [
     "LoraOptions",
@@ -22,6 +22,7 @@ __all__ = [
     "initialise_lora",
     "initialise_weights",
     "merge_lora",
+    "pack_frozen",
     "read_weights",
     "restore",
     "save_lora",
@@ -37,12 +38,13 @@ _MODULES = {
     "initialise_lora": "lora.adapters",
     "initialise_weights": "files.initial",
     "merge_lora": "lora.adapters",
+    "pack_frozen": "lora.packing",
     "read_weights": "files.reading",
     "restore": "registration",
     "save_lora": "lora.peft_files",
     "step_counts": "balance",
     "use": "registration",
-    "use_balance_bias": "router_bias",
+    "use_balance_bias": "balance",
 }
 
 

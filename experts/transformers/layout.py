@@ -44,12 +44,12 @@ def take_bank(experts: Any) -> ExpertBank:
     num_experts, hidden, width = down_EHD.shape
     with without_memory():
         bank = ExpertBank(width, [hidden] * num_experts, expert_form(experts))
-    for role, name in names.items():
-        theirs: nn.Parameter = getattr(experts, name)
+    for group, role, _ in list(bank.stacks()):
+        theirs: nn.Parameter = getattr(experts, names[role])
         weights = in_our_layout(experts, theirs.detach()).contiguous()
-        bank.register_parameter(f"{role}_{hidden}", nn.Parameter(weights, theirs.requires_grad))
+        bank.set_stack(group, role, weights, theirs.requires_grad)
         # One after another: a second copy of all weights would not fit beside the first.
-        delattr(experts, name)
+        delattr(experts, names[role])
     bank.slot_E = bank.slot_E.to(_device(bank))
     return bank
 

@@ -58,8 +58,9 @@ def restore(model: Model) -> Model:
                 f"{name}: this host holds {len(bank.held)} of {len(bank.sizes)} experts; restore needs all "
                 "of them: load a checkpoint into a model in one process first"
             )
-        if bank.form.adapters is not None:
-            raise ValueError(f"{name} has adapters; call experts.transformers.merge_lora before restore")
+        if bank.form.adapters is not None or bank.form.packing is not None:
+            found_text = "adapters" if bank.form.adapters is not None else f"weights in {bank.form.packing}"
+            raise ValueError(f"{name} has {found_text}; call experts.transformers.merge_lora before restore")
     for _, experts in found:
         return_weights(experts, hosted_by(experts).bank)
         del experts.hosted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,12 @@ def find_modules() -> dict[str, Path]:
 
 
 MODULES = find_modules()
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of each module. Parsing takes seconds: no test is collected with it."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
 def imports_of(module: str, tree: ast.AST, late: bool = False, typing_only: bool = False) -> Iterator[Import]:
@@ -58,7 +64,10 @@ def imports_of(module: str, tree: ast.AST, late: bool = False, typing_only: bool
             yield from imports_of(module, node, in_function, typing_only or in_type_checking)
 
 
-IMPORTS = [entry for name, tree in TREES.items() for entry in imports_of(name, tree)]
+@cache
+def all_imports() -> list[Import]:
+    """Return the imports of all modules."""
+    return [entry for name, tree in trees().items() for entry in imports_of(name, tree)]
 
 
 def is_within(module: str, packages: Iterable[str]) -> bool:

@@ -19,7 +19,6 @@ OPS = MicroBatchOps(
     products=(ProductOp(100, 200, 50),),
     moves=(MoveOp("plain", 10**6, times=3),),
     parameters=1000,
-    peak_bytes=8000.0,
 )
 
 

@@ -22,7 +22,7 @@ from orchestrator.runtime.expert_parallel import group as group_module
 from orchestrator.runtime.expert_parallel import run as run_module
 from orchestrator.runtime.expert_parallel.host_worker import SegmentResult
 from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
-from orchestrator.runtime.expert_parallel.snapshot_interval import SnapshotCost
+from orchestrator.runtime.expert_parallel.segments import SnapshotCost
 from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotReferences
 from orchestrator.runtime.expert_parallel.states import Running
 from orchestrator.runtime.expert_parallel.stuck import HostHealth
@@ -180,7 +180,7 @@ class FakeSnapshots:
 
     def references(self) -> tuple[Any, ...]:
         header = SimpleNamespace(generation=-1, size=3)
-        one_host = SnapshotReferences(header, "experts", "dense")
+        one_host = SnapshotReferences(header, "own", "dense")
         return (one_host,) if self.is_readable and self.step >= 0 else ()
 
 

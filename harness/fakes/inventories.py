@@ -16,6 +16,7 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory
+from orchestrator.plan.pass_memory import Moment, PassMemory
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.types import GIB, KIB, MIB
 
@@ -91,11 +92,6 @@ def model(**changes: Any) -> ModelFacts:
         "moe_layers": 4,
         "blocks": 4,
         "flops_per_sample": 2e6,
-        "activation_bytes": float(MIB),
-        "activation_base": 64.0 * KIB,
-        "block_bytes": 960.0 * KIB,
-        "block_input_bytes": 32.0 * KIB,
-        "largest_bytes": 16.0 * KIB,
         "samples": 10_000,
         "validation_samples": 1_000,
         "unit": "samples",
@@ -104,7 +100,40 @@ def model(**changes: Any) -> ModelFacts:
         "own_optimizer": False,
         "method": "invented",
     }
-    return ModelFacts(**(facts | changes))
+    activations = {
+        name: changes.pop(name)
+        for name in (
+            "activation_bytes",
+            "activation_base",
+            "block_bytes",
+            "block_input_bytes",
+            "largest_bytes",
+        )
+        if name in changes
+    }
+    facts |= changes
+    facts.setdefault("passes", passes(facts["blocks"], **activations))
+    return ModelFacts(**facts)
+
+
+def passes(
+    blocks: int = 4,
+    activation_bytes: float = float(MIB),
+    activation_base: float = 64.0 * KIB,
+    block_bytes: float = 960.0 * KIB,
+    block_input_bytes: float = 32.0 * KIB,
+    largest_bytes: float = 16.0 * KIB,
+) -> PassMemory:
+    """Return passes whose peak comes when all gradients are complete.
+
+    It has the activations of a sample, of which those inside blocks may be recomputed, and one and a half
+    times the largest of them, which is that of rows for experts."""
+    saved = activation_bytes + 1.5 * largest_bytes
+    kept = saved + block_input_bytes + block_bytes * (1 / max(1, blocks) - 1)
+    whole = Moment(gradients=1.0, expert_gradients=1.0)
+    peak = whole._replace(base=activation_base, per_sample=saved, exchanged=largest_bytes)
+    recomputed = peak._replace(base=activation_base / max(1, blocks), per_sample=kept)
+    return PassMemory((peak,), (recomputed,), (peak,), whole)
 
 
 @st.composite
@@ -123,9 +152,6 @@ def models(draw: st.DrawFn) -> ModelFacts:
         blocks=draw(st.integers(0, 100)),
         activation_bytes=activations,
         activation_base=base,
-        expert_base=draw(st.floats(0, 1)) * base,
-        expert_bytes=draw(st.floats(0, 1)) * activations,
-        expert_input_bytes=draw(st.floats(0, 1)) * activations,
         block_bytes=draw(st.floats(0, 1)) * activations,
         block_input_bytes=draw(st.floats(0, 1)) * activations,
         largest_bytes=draw(st.floats(0, 1)) * activations,
@@ -194,6 +220,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "lora": _maybe(_small),
     "lora_alpha": _maybe(st.floats(0.5, 64)),
     "lora_dropout": st.floats(0, 0.9),
+    "frozen_weights": st.sampled_from(["auto", "nf4", "int8"]),
     "lora_targets": st.lists(_words, max_size=2).map(tuple),
     "width": _maybe(_small),
     "layers": _maybe(_small),
@@ -250,6 +277,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "clip_norm": st.floats(0, 1e6),
     "gpu_mode": st.sampled_from(["auto", "cpu", "single_gpu", "multi_gpu"]),
     "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16", "fp8"]),
+    "weight_precision": st.sampled_from(["fp32", "bf16"]),
     "tf32": _switches,
     "compile": st.sampled_from(["auto", "on", "off"]),
     "cuda_graph": _switches,
@@ -279,6 +307,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "gradient_as_bucket_view": st.booleans(),
     "max_failures": st.integers(0, 10),
     "collective_timeout": _maybe(_small),
+    "recovery": st.sampled_from(["auto", "live", "restart"]),
     "spares": st.integers(0, 3),
     "resource_timeout": _small,
     "ray_address": st.sampled_from(["auto", "local", "10.0.0.1:6379", "head.example.org:1", "[::1]:65535"]),
@@ -300,6 +329,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "metrics_address": st.sampled_from(["127.0.0.1", "0.0.0.0", "::1"]),
     "plots": st.sampled_from(["end", "off"]),
     "profile": st.booleans(),
+    "reproducible": st.booleans(),
+    "digest_every": st.integers(0, 300),
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from harness.faults.fault_injector import FaultInjector
 from harness.faults.fault_schedule import FaultFolder, FaultSchedule, FiredFault
+from harness.faults.faulty_task import SAMPLES
 from harness.faults.process_watch import ProcessWatch, find_leaks
 from harness.faults.run_checks import (
     check_run,
@@ -27,14 +28,21 @@ from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.record.files.reading import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLES = 7190
-"""Training samples of the digits: 1,438 images, each there five times."""
-SETTINGS = shlex.split("""
-    --task harness.faults.faulty_task:FaultyDigits --parallel-strategy expert_parallel --deterministic
-    --width 32 --layers 2 --experts 6 --expert-hidden-size 32 48 32 64 32 48
-    --placement round_robin --share-by-speed off --global-batch-size 96 --epochs 1000000 --log-every 1
+_COMMON = shlex.split("""
+    --deterministic --share-by-speed off --global-batch-size 96 --epochs 1000000 --log-every 1
     --evaluate-every 100 --trackers --no-monitor-gpu --learning-rate 1e-3 --max-failures 1000
 """)
+_EXPERTS = shlex.split("""
+    --task harness.faults.faulty_task:FaultyDigits --parallel-strategy expert_parallel --placement round_robin
+    --width 32 --layers 2 --experts 6 --expert-hidden-size 32 48 32 64 32 48
+""")
+SETTINGS = [*_COMMON, *_EXPERTS]
+_DENSE = shlex.split("""
+    --task harness.faults.faulty_task:FaultyText --parallel-strategy data_parallel --recovery live
+    --experts 0 --width 64 --layers 4 --sequence-length 16
+""")
+DENSE_SETTINGS = [*_COMMON, *_DENSE]
+"""A dense language model like GPT-2, on hosts."""
 EVOLVING = shlex.split("""
     --evolution bold --rebalance on --sleep-every 8 --birth-entropy 0.1 --birth-patience 1 --newborn-warmup 6
     --merge-similarity 0.0 --change-tolerance 0.37 --max-experts 9 --global-batch-size 192

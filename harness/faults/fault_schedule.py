@@ -57,6 +57,10 @@ PHASE_WEIGHTS: dict[Phase, float] = {
     "checkpoint": 0.07,
     "recovery": 0.15,
 }
+DENSE_WEIGHTS: dict[Phase, float] = {
+    phase: weight for phase, weight in PHASE_WEIGHTS.items() if phase not in ("counts", "exchange")
+}
+"""The phases of a dense model, which exchanges no tokens."""
 EVOLUTION_WEIGHTS: dict[Phase, float] = {
     **{phase: weight * 2 / 3 for phase, weight in PHASE_WEIGHTS.items()},
     "measure": 0.1,

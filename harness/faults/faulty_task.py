@@ -1,7 +1,7 @@
-"""The digits task with faults at exact moments inside a step, and a record of the samples that each
-rank saw.
+"""The tasks digits and text with faults at exact moments inside a step, and a record of the samples that
+each rank saw.
 
-It is named on the command line as ``harness.faults.faulty_task:FaultyDigits``. The faults are those
+They are named on the command line as ``harness.faults.faulty_task:FaultyDigits``. The faults are those
 of the schedule in the folder next to the run's. A process finds its rank by the pid file that holds
 its number. It learns the step from the learning-rate schedule, which the loop calls at the
 beginning of each step."""
@@ -29,11 +29,14 @@ from experts.balance import moe_layers
 from harness.faults.fault_schedule import Fault, FaultFolder, Phase
 from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
-from orchestrator.tasks.task import Loss, TensorData
+from orchestrator.tasks.task import Loss, Task, TensorData
+from orchestrator.tasks.text import Text
 
 _FOR_EVER_S = 3600.0
 _MAX_QUEUED_KERNELS = 600
 """Launching more than about a thousand would block the host, too."""
+SAMPLES = 7190
+"""Training samples of the digits: 1,438 images, each there five times."""
 MESSAGE = "a fault of the schedule"
 _ENGINE = "orchestrator.train.evolution.engine"
 _EXECUTION = "orchestrator.train.evolution.execution"
@@ -120,6 +123,24 @@ class FaultAgent:
         ready."""
         if self.has_fault("backward"):
             self._hooks.append(parameter.register_hook(lambda _: self.enter_phase("backward")))
+
+    def watch_pass(self, model: Any, ids: torch.Tensor | None) -> None:
+        """Record the samples of a forward pass, and carry out what is due in it."""
+        if not model.training:
+            self.enter_phase("validate" if self.is_validating else "evaluate")
+            return
+        if ids is None or self.rank() is None:
+            return
+        layers = moe_layers(model)
+        # A dummy pass computes samples that count nowhere. Jobs of dense models have none.
+        if not (layers and layers[0][1].context.step.dummy):
+            self.record_samples(ids.tolist())
+        self.enter_phase("forward")
+        sleep(self.pace_s)
+        self.watch_backward(next(model.blocks[-1].parameters()))
+        if not layers:
+            # A dense model exchanges no rows: all-reduces after its pass sum gradients.
+            self.exchanges = _ROW_EXCHANGE
 
     def record_samples(self, ids: list[int]) -> None:
         rank = self.rank()
@@ -296,11 +317,11 @@ def _wrap(original: Callable[..., Any], function: WrappedFunction) -> Callable[.
     return call
 
 
-class FaultyDigits(Digits):
-    """The digits, with a number for each sample."""
+class Faulty(Task):
+    """The faults of a task; it counts the steps by the learning-rate schedule."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
+        super().__init__(config)  # pyrefly: ignore[bad-argument-count]
         wrap_functions()
         self.agent = FaultAgent.of_run(Path(str(config.run.run_dir)))
         AGENTS[:] = [self.agent]
@@ -312,22 +333,34 @@ class FaultyDigits(Digits):
 
         return factor
 
+
+class FaultyDigits(Faulty, Digits):
+    """The digits, with a number for each sample."""
+
     def train_data(self) -> TensorData:
         images, labels = self._train.tensors
         return TensorData(images, labels, torch.arange(len(labels)))
 
     def loss(self, model: Any, batch: Any) -> Loss:
         images, labels, *ids = batch
-        if model.training and ids and self.agent.rank() is not None:
-            _, first_layer = moe_layers(model)[0]
-            if not first_layer.context.step.dummy:  # a dummy pass computes samples that count nowhere
-                self.agent.record_samples(ids[0].tolist())
-            self.agent.enter_phase("forward")
-            sleep(self.agent.pace_s)
-            self.agent.watch_backward(model.blocks[-1].norm.weight)
-        elif not model.training:
-            self.agent.enter_phase("validate" if self.agent.is_validating else "evaluate")
+        self.agent.watch_pass(model, ids[0] if ids else None)
         return super().loss(model, (images, labels))
+
+
+class FaultyText(Faulty, Text):
+    """As many windows of the text as there are digits, with a number for each."""
+
+    def train_data(self) -> TensorData:  # pyrefly: ignore[bad-override]
+        ids = torch.arange(SAMPLES)
+        return TensorData(self._train.gather(ids), ids)
+
+    def validation_data(self) -> TensorData:  # pyrefly: ignore[bad-override]
+        return TensorData(self._validation.gather(torch.arange(SAMPLES // 20)))
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        windows, *ids = batch
+        self.agent.watch_pass(model, ids[0] if ids else None)
+        return super().loss(model, windows)
 
 
 class ReadingDigits(FaultyDigits):

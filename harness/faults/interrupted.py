@@ -15,16 +15,15 @@ import torch
 
 import experts.surgery.surgery as surgery_module
 from experts.structure import LayerStructure
-from harness.faults.planted_faults import by_expert
 from harness.hosts.ranks import run_ranks
 from harness.moe.evolving import Script, make_evolution, on_hosts
+from harness.runs.host_runs import by_expert
 from harness.runs.steppers import make_stepper, mean_loss
 from harness.runs.tiny_model import Tiny
 from harness.storage.snapshots import GENERATION, CopyingSink, HostResult, merge_all, merge_parts
-from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.files import Contents
 from orchestrator.checkpoint.progress import Progress
-from orchestrator.checkpoint.saved_experts import read_experts
+from orchestrator.checkpoint.saved_experts import EvolutionState, read_experts
 from orchestrator.train.checkpoint.capture import capture
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.restore import restore

@@ -30,6 +30,8 @@ _EXIT_SECONDS = 10.0
 _DEAD_NODE_SECONDS = 60.0
 """How long Ray may take to notice a dead node; until then the cluster's state cannot be read."""
 _UNREADABLE = "the state of the cluster cannot be read"
+_DETACHED_ACTORS = ("Coordinator", "_StatsActor")
+"""Actors which Ray's libraries keep for the whole cluster; another test may have started them."""
 
 
 # Steps, losses and weights
@@ -292,7 +294,7 @@ def _leftover_actors() -> list[str]:
     return [
         f"actor {actor['ActorClassName']} is {actor['State']}"
         for actor in known.values()
-        if actor["State"] != "DEAD" and "Coordinator" not in actor["ActorClassName"]
+        if actor["State"] != "DEAD" and not any(name in actor["ActorClassName"] for name in _DETACHED_ACTORS)
     ]
 
 

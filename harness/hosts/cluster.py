@@ -23,6 +23,9 @@ import pytest
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 _START_SECONDS = 90
+_NODE_STARTS = 3
+_OVERLOADED = "timed out during startup"
+"""In the output of a node that Ray gave up after 30 s: a busy head node may not answer in time."""
 
 
 class RayCluster:
@@ -54,13 +57,11 @@ class RayCluster:
         """Add a node. Return its number.
 
         It has an empty disk of its own in place of each ``private`` folder."""
-        number = len(self.nodes)
-        # Nodes unpack jobs into their folder: each has its own, as on a machine of its own.
-        folder = self.folder / f"n{number}"
-        options = (f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={folder}")
-        self._start(f"--address={self.address}", *options, private=private)
-        self._wait_until(lambda: "Ray runtime started" in self._output(number), "a node did not start")
-        return number
+        for _ in range(_NODE_STARTS):
+            number = self._start_node(cpus, gpus, private)
+            if number is not None:
+                return number
+        raise AssertionError(f"no node started:\n{self._output(len(self.nodes) - 1)}")
 
     def kill_node(self, number: int) -> None:
         """Kill a raylet and all its workers at once."""
@@ -76,6 +77,23 @@ class RayCluster:
             node.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _start_node(self, cpus: int, gpus: int, private: Sequence[Path]) -> int | None:
+        """Return the number of a new node, None if Ray gave it up."""
+        number = len(self.nodes)
+        # Nodes unpack jobs into their folder: each has its own, as on a machine of its own.
+        folder = self.folder / f"n{number}"
+        options = (f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={folder}")
+        self._start(f"--address={self.address}", *options, private=private)
+
+        def is_given_up() -> bool:
+            return self.nodes[number].poll() is not None and _OVERLOADED in self._output(number)
+
+        self._wait_until(lambda: self._is_started(number) or is_given_up(), "a node did not start")
+        if self._is_started(number):
+            return number
+        self.kill_node(number)
+        return None
+
     def _start(self, *arguments: str, private: Sequence[Path] = ()) -> None:
         # The default port of the agent can be used once per machine.
         agent = f"--dashboard-agent-listen-port={free_port()}"
@@ -89,6 +107,9 @@ class RayCluster:
             )
         self.nodes.append(node)
 
+    def _is_started(self, number: int) -> bool:
+        return "Ray runtime started" in self._output(number)
+
     def _output(self, number: int) -> str:
         return (self.folder / f"node_{number}.log").read_text(encoding="utf-8", errors="replace")
 
@@ -97,7 +118,7 @@ class RayCluster:
 
         def is_started() -> bool:
             output = self._output(0)
-            return re.search(pattern, output) is not None and "Ray runtime started" in output
+            return re.search(pattern, output) is not None and self._is_started(0)
 
         self._wait_until(is_started, "the head did not start")
         match = re.search(pattern, self._output(0))

@@ -58,24 +58,16 @@ class GroupHost:
 
     def __init__(self, address: Address, rank: int) -> None:
         self.rank = rank
-        self.store = self._connect(address)
+        self.store = tcp_store(*address, False, 60, "")
         self.membership = GroupMembership()
-        self._address = address
-        # A connection of its own: the rank's is busy while a group forms.
-        self._watch_store = self._connect(address)
+        # A connection of its own: it serves another thread.
+        self._watch_store = tcp_store(*address, False, 60, "")
 
-    def _connect(self, address: Address) -> Any:
-        return tcp_store(*address, False, 60, "")
-
-    def join(self, name: str, rank: int, size: int, new_connection: bool = False) -> GroupFactory:
-        """Become a member of a generation of groups.
-
-        ``new_connection``: a peer that dies while a group forms blocks the connection that the
-        group uses for a minute."""
+    def join(self, name: str, rank: int, size: int) -> GroupFactory:
+        """Become a member of a generation of groups."""
         self.membership = GroupMembership()
         threading.Thread(target=self._watch, args=(name, self.membership), daemon=True).start()
-        store = self._connect(self._address) if new_connection else self.store
-        return GroupFactory(store, name, rank, size, self.membership)
+        return GroupFactory(self.store, name, rank, size, self.membership)
 
     def _watch(self, name: str, membership: GroupMembership) -> None:
         polls_waiting = 0

@@ -71,10 +71,10 @@ class IdleWorker:
             self._context.outbox.wait_for_space(self._context.membership)
             header = IdleHeader(self._generation, step, self._rank, self._size)
             value = snapshot_value(self._generation, step, self._rank)
-            experts = np.full(SNAPSHOT_BYTES, value, np.uint8)
+            own = np.full(SNAPSHOT_BYTES, value, np.uint8)
             # The main host alone has a dense part.
             dense = np.full(SNAPSHOT_BYTES if self._rank == 0 else 0, value, np.uint8)
-            self._context.outbox.put(header, experts, dense)
+            self._context.outbox.put(header, own, dense)
         return step
 
 

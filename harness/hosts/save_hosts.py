@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from experts.hosts.membership import GroupMembership
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
+from orchestrator.record.events.kinds import Checkpoint, Event, Warned
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.device.precision import Precision
@@ -36,26 +37,25 @@ def make_state() -> TrainState:
 class RecordingLog:
     """Keeps the events of one host."""
 
-    def __init__(self, on_event: Callable[..., None] = lambda event, **fields: None) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
+    def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
+        self.events: list[Event] = []
         self._on_event = on_event
 
-    def write(self, event: str, **fields: Any) -> None:
-        self.events.append((event, fields))
-        self._on_event(event, **fields)
-
-    def write_all(self, events: Any) -> None:
-        raise AssertionError(events)
+    def write(self, *events: Event) -> None:
+        for event in events:
+            self.events.append(event)
+            if self._on_event is not None:
+                self._on_event(event)
 
     def close(self) -> None: ...
 
     @property
     def saved_steps(self) -> list[int]:
-        return [fields["step"] for event, fields in self.events if event == "checkpoint"]
+        return [event.step or 0 for event in self.events if isinstance(event, Checkpoint)]
 
     @property
     def warnings(self) -> list[str]:
-        return [fields["message"] for event, fields in self.events if event == "warning"]
+        return [event.message for event in self.events if isinstance(event, Warned)]
 
 
 class SaveHost:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from experts.kernels.packed import PackedForm
+from experts.transformers.balance import use_balance_bias
 from experts.transformers.registration import expert_loads, use
-from experts.transformers.router_bias import use_balance_bias
 from orchestrator.tasks.task import Loss, Task, TensorData
 
 VOCABULARY = 31
@@ -149,11 +150,29 @@ def tokens(samples: int) -> Tensor:
     return torch.randint(3, VOCABULARY, (samples, TOKENS), generator=generator)
 
 
+_unpack = PackedForm.unpack
+
+
+def _unpack_as_ever(self: PackedForm, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return _unpack(self, packed, dtype)
+
+
 class Fp32MeansFp64(TorchFunctionMode):
     """Lets a model in fp64 compute all of it in fp64.
 
     Norms, routers and the auxiliary loss of these models ask for fp32, whatever the model's type. Sums
-    of a few tokens then differ by 1e-7 for each division of a batch, which would hide errors."""
+    of a few tokens then differ by 1e-7 for each division of a batch, which would hide errors. Packed weights
+    are unpacked as ever: their fp32 numbers are of the format."""
+
+    def __enter__(self) -> Any:
+        self._unpack = PackedForm.unpack
+        PackedForm.unpack = _unpack_as_ever
+        return super().__enter__()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        PackedForm.unpack = self._unpack
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -21,7 +21,6 @@ from experts.surgery.surgery import Surgery, change_layer
 from experts.tokens.exchange import GroupExchange
 from experts.transformers.balance import balance_loss, step_counts
 from experts.transformers.registration import use
-from harness.faults.planted_faults import by_expert, step_batches
 from harness.lm.families import (
     EXPERTS,
     FAMILIES,
@@ -33,11 +32,12 @@ from harness.lm.families import (
     tokens,
 )
 from harness.lm.family_lm import FamilyLanguageModel, LmSamples, eager_loss
+from harness.runs.host_runs import by_expert, step_batches
 from harness.runs.steppers import make_stepper, mean_loss
 from orchestrator.config.settings import Config
 from orchestrator.train.data.indexed import IndexedFeed
 from orchestrator.train.data.loading import LoaderOptions
-from orchestrator.train.evolution.optimizer_state import state_spec
+from orchestrator.train.evolution.execution import state_spec
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.stepper import Stepper

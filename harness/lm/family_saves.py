@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from experts.transformers.files.fingerprint import fingerprint
-from harness.faults.planted_faults import step_batches
+from experts.transformers.files.shards import fingerprint
 from harness.lm.families import BIASED_FAMILIES, FamilyTask, build
 from harness.lm.family_runs import CPU, GLOBAL_BATCH, placement
 from harness.lm.lora_runs import LoraTask
+from harness.runs.host_runs import step_batches
 from harness.runs.steppers import make_stepper
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore

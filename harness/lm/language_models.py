@@ -98,11 +98,13 @@ def lm_config(folder: Path, save_model: Callable[[Path], Path] = save_tiny_model
 
 
 class FilledLanguageModel(LanguageModel):
-    """The task, with the weights read as soon as the model is built."""
+    """The task, with the weights read as soon as the model is built: a run reads them no second time."""
+
+    initialise: Any = None
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
-        self.initialise(model)
+        LanguageModel.initialise(self, model)
         return model
 
 

@@ -18,6 +18,7 @@ from orchestrator.train.evaluation.generation import Generation, find_prompts, g
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.worker.build_model import build_parts, build_stepper
+from orchestrator.train.worker.placed_experts import PlacedExperts
 from orchestrator.trainer import Trainer
 
 GLOBAL_BATCH = 5
@@ -34,7 +35,7 @@ PLACEMENTS = {
 class LmRun:
     losses: list[float]
     generations: list[Generation]
-    events: list[tuple[str, dict[str, Any]]]
+    events: list[dict[str, Any]]
 
 
 def train_lm(config: Config, world: World, prompts: Sequence[str] = ()) -> LmRun:
@@ -42,7 +43,7 @@ def train_lm(config: Config, world: World, prompts: Sequence[str] = ()) -> LmRun
     prepared = Trainer(config=config, quiet=True).prepare()
     task = prepared.task
     host_of = PLACEMENTS.get(world.size)
-    parts = build_parts(config, prepared.plan, task, world, host_of=host_of)
+    parts = build_parts(config, prepared.plan, task, world, experts=PlacedExperts(host_of=host_of))
     events = Events()
     stepper = build_stepper(config, world, parts, micro_batch=2, emit=events)
     feed = open_feed(

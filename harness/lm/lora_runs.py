@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from experts.expert_state import split_experts, stacked_names
 from experts.model import fill_normal, mix
 from experts.transformers.lora.adapters import LoraOptions, add_lora
+from experts.transformers.lora.packing import pack_frozen, unpack_frozen
 from experts.transformers.lora.peft_files import adapter_config, peft_tensors
 from experts.transformers.registration import use
-from harness.faults.planted_faults import by_expert, step_batches
+from experts.types import Packing
 from harness.lm.families import FamilyTask, build, next_token_loss
 from harness.lm.family_runs import (
     CPU,
@@ -25,6 +26,7 @@ from harness.lm.family_runs import (
     move_experts,
     placement,
 )
+from harness.runs.host_runs import by_expert, step_batches
 from harness.runs.steppers import make_stepper, mean_loss
 from orchestrator.config.settings import Config
 from orchestrator.train.group.stores import file_store
@@ -43,13 +45,26 @@ class LoraRun:
 
 
 @dataclass(frozen=True)
+class PackedOptions(LoraOptions):
+    """Adapters beside packed weights or, ``whole``, beside the numbers in fp64 that those stand for."""
+
+    packing: Packing = "nf4"
+    whole: bool = False
+
+
+@dataclass(frozen=True)
 class LoraTask(FamilyTask):
     """A family with adapters that are not zero."""
 
     options: LoraOptions = OPTIONS
 
     def build_model(self) -> nn.Module:
-        model = add_lora(use(build(self.name)), self.options)
+        model = use(build(self.name))
+        if isinstance(self.options, PackedOptions):
+            pack_frozen(model, self.options.packing)
+            if self.options.whole:
+                unpack_frozen(model, torch.float64)
+        add_lora(model, self.options).double()
         fill_adapters(model)
         return model
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from experts.transformers.lora.adapters import add_lora
-from harness.faults.planted_faults import step_batches
 from harness.lm.families import VOCABULARY, Fp32MeansFp64
 from harness.lm.family_lm import WEIGHT, FamilyLanguageModel
 from harness.lm.family_runs import AUX_FAMILIES, CPU, GLOBAL_BATCH, placement
 from harness.lm.lora_runs import OPTIONS, fill_adapters
+from harness.runs.host_runs import step_batches
 from harness.runs.steppers import gradients, make_stepper, mean_loss
 from orchestrator.plan.estimate import ShardingForm
 from orchestrator.tasks import token_loss

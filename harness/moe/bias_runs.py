@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from experts.transformers.layout import is_experts_module
-from harness.faults.planted_faults import step_batches
 from harness.lm.families import FamilyTask, build, next_token_loss
 from harness.lm.family_runs import CPU, GLOBAL_BATCH, STEPS, eager_optimizer, global_batches, placement
+from harness.runs.host_runs import step_batches
 from harness.runs.steppers import make_stepper, mean_loss
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world

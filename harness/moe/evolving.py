@@ -12,15 +12,17 @@ from experts.evolution.views import LayerView
 from experts.model import structure_of
 from experts.moe.statistics import ExpertStatistics
 from experts.structure import Change, LayerStructure, changed
-from harness.faults.planted_faults import by_expert
+from harness.runs.host_runs import by_expert
 from harness.runs.steppers import make_stepper, mean_loss
 from harness.runs.tiny_model import Tiny
-from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.saved_experts import EvolutionState
+from orchestrator.record.events.decoding import to_json
+from orchestrator.record.events.kinds import Event
 from orchestrator.record.files.log import SilentLog
 from orchestrator.train.data.steps import Feed
 from orchestrator.train.evolution.engine import Evolution
-from orchestrator.train.evolution.plan import EvolutionPlan
+from orchestrator.train.evolution.plan import EvolutionPlan, RulesPolicy
 from orchestrator.train.group.world import World
 from orchestrator.train.stepper import Stepper
 
@@ -29,7 +31,7 @@ Script = Mapping[int, Sequence[Change]]
 
 
 @dataclass
-class ScriptedPolicy:
+class ScriptedPolicy(RulesPolicy):
     """Decides what a script says."""
 
     script: Script
@@ -49,8 +51,8 @@ class ListLog(SilentLog):
 
     events: list[dict[str, Any]] = field(default_factory=list)
 
-    def write(self, event: str, **fields: Any) -> None:
-        self.events.append({"event": event, **fields})
+    def write(self, *events: Event) -> None:
+        self.events += map(to_json, events)
 
 
 def on_one_host(script: Script) -> Script:
@@ -92,7 +94,13 @@ def make_evolution(
 
 
 def train_evolving(
-    task: Tiny, script: Script, world: World, host_of: Any, steps: int, micro_batch: int = 4
+    task: Tiny,
+    script: Script,
+    world: World,
+    host_of: Any,
+    steps: int,
+    micro_batch: int = 4,
+    sharding: str = "none",
 ) -> dict[str, Any]:
     """Train with a script of changes. Return losses, norms, loads and the weights by the experts' ids."""
     size = 4 if world.size == 1 else world.size
@@ -102,6 +110,7 @@ def train_evolving(
         12,
         learning_rate=1e-2,
         world=world,
+        sharding=sharding,
         host_of=host_of,
     )
     evolution = make_evolution(stepper, feed, script if world.size > 1 and host_of else on_one_host(script))

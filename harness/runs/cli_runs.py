@@ -21,6 +21,8 @@ from harness.hosts.cluster import RayCluster, connected
 from harness.hosts.ranks import run_ranks
 from harness.runs.records import by_step
 from orchestrator.record.files.reading import of_kind, read_events
+from orchestrator.report.run import page
+from orchestrator.report.run.figures.read import RunRecord
 
 SIZES = shlex.split(
     "--width 16 --expert-hidden-size 8 16 8 --experts 3 --layers 1 --evolution off --global-batch-size 50"
@@ -89,8 +91,19 @@ def run_in_rank(
     from orchestrator.cli.main import main
 
     log = enter_folder(folder, environment)
+    if "--plots" not in arguments:
+        leave_out_pictures()
     code = main(arguments)
     return code, log.read_text(encoding="utf-8", errors="replace")
+
+
+def leave_out_pictures() -> None:
+    """Draw none at the end of the runs of this process: that takes longer than a short run."""
+
+    def draws_nothing(record: RunRecord) -> bool:
+        return False
+
+    page.draws_at_end = draws_nothing
 
 
 def enter_folder(folder: str, environment: dict[str, str]) -> Path:

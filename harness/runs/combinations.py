@@ -6,17 +6,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from harness.hosts.gpu_ranks import rank_device
 from harness.runs.records import by_step
 from harness.runs.tiny_model import Tiny
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
+from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.record.files.reading import of_kind, read_events
@@ -106,18 +108,30 @@ class Case:
     steps: int = 3
 
 
-def run_in_one_process(case: Case, run_dir: Path) -> Outcome:
-    return _run(case, run_dir, lambda part: nullcontext(World.single_process()))
+class _SharedGpu(Trainer):
+    """Plans for as many GPUs as workers: those of a test share one."""
+
+    def _take_inventory(self) -> Inventory:
+        found = super()._take_inventory()
+        workers = self.resolved.config.parallel.workers
+        return replace(found, gpus=found.gpus[:1] * (workers if isinstance(workers, int) else 1))
 
 
-def run_on_host(rank: int, size: int, store: str, cases: Sequence[Case], folder: Path) -> dict[str, Outcome]:
-    """Run cases one after another, each part in a group of its own."""
+def run_in_one_process(case: Case, run_dir: Path, device: str = "cpu") -> Outcome:
+    return _run(case, run_dir, lambda part: nullcontext(World.single_process(device)))
+
+
+def run_on_host(
+    rank: int, size: int, store: str, cases: Sequence[Case], folder: Path, backend: str = "gloo"
+) -> dict[str, Outcome]:
+    """Run cases one after another, each part in a group of its own: on the CPU, or with nccl on a GPU."""
+    device = torch.device("cpu") if backend == "gloo" else rank_device(rank, size)
     outcomes: dict[str, Outcome] = {}
     for number, case in enumerate(cases):
 
         def open_world(part: int, number: int = number) -> AbstractContextManager[World]:
             path = f"{store}-{number}-{part}"
-            return process_group_world(file_store(path, size), rank, size, torch.device("cpu"), "gloo", 30)
+            return process_group_world(file_store(path, size), rank, size, device, backend, 60)
 
         outcomes[case.name] = _run(case, folder / f"hosts-{number}", open_world)
     return outcomes
@@ -129,12 +143,12 @@ def _run(case: Case, run_dir: Path, open_world: Callable[[int], AbstractContextM
         settings = {**case.settings, "max_steps": steps, "run_dir": run_dir}
         settings |= {"resume": "auto"} if steps == case.steps else {}
         try:
-            prepared = Trainer(task=case.task, config=Config.of(**settings), quiet=True).prepare()
+            prepared = _SharedGpu(task=case.task, config=Config.of(**settings), quiet=True).prepare()
         except (UserError, ResourceError) as error:
             return Outcome(refused=str(error))
         try:
             with open_world(steps) as world:
-                _run_part(prepared, world, run_dir)
+                run_part(prepared, world, run_dir)
         except Exception as error:
             return Outcome(failed=f"until step {steps}: {type(error).__name__}: {error}"[:400])
     if not world.is_main:
@@ -147,7 +161,7 @@ def _run(case: Case, run_dir: Path, open_world: Callable[[int], AbstractContextM
     )
 
 
-def _run_part(prepared: PreparedRun, world: World, run_dir: Path) -> None:
+def run_part(prepared: PreparedRun, world: World, run_dir: Path) -> None:
     log: Log = SilentLog()
     if world.is_main:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ import ray.actor
 import ray.remote_function
 from ray._private.worker import Worker, global_worker
 
-from orchestrator.tasks.digits import Digits
+from harness.faults.faulty_task import FaultyDigits
 from orchestrator.tasks.task import Loss
 
 CALLS: Counter[str] = Counter()
@@ -40,20 +40,20 @@ def count_calls(owner: Any, name: str) -> None:
     setattr(owner, name, call)
 
 
-class CountingDigits(Digits):
-    """The digits, with calls into Ray counted from the first loss on and written to the run folder
-    at each loss."""
+class CountingFaultyDigits(FaultyDigits):
+    """The digits with faults, and with calls into Ray counted from the first loss on and written to the run
+    folder at each loss."""
 
     losses = 0
 
     def loss(self, model: Any, batch: Any) -> Loss:
         if global_worker.mode != ray.WORKER_MODE:  # the driver, which traces the model
             return super().loss(model, batch)
-        if CountingDigits.losses == 0:
+        if CountingFaultyDigits.losses == 0:
             for owner, name in ENTRIES:
                 count_calls(owner, name)
-        CountingDigits.losses += 1
-        counts = {"losses": CountingDigits.losses, "calls": dict(CALLS)}
+        CountingFaultyDigits.losses += 1
+        counts = {"losses": CountingFaultyDigits.losses, "calls": dict(CALLS)}
         path = Path(str(self.config.run.run_dir), f"calls-{os.getpid()}.json")
         path.write_text(json.dumps(counts))
         return super().loss(model, batch)

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from experts.balance import moe_layers
-from experts.model import place, place_structure
 from experts.structure import LayerStructure
-from experts.surgery.surgery import restructure
+from harness.fakes.inventories import machine, model
 from orchestrator.config.settings import Config
+from orchestrator.plan.planning import plan
+from orchestrator.record.events.decoding import to_json
+from orchestrator.record.events.kinds import Event, JsonEvent
+from orchestrator.record.files.log import Emit
+from orchestrator.record.files.reading import of_kind
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import TensorData
 from orchestrator.tasks.text import Text
 from orchestrator.train.data.loading import LoaderOptions
 from orchestrator.train.data.opening import open_feed
 from orchestrator.train.data.steps import Feed
-from orchestrator.train.device.clock import PhaseClock
-from orchestrator.train.device.precision import Precision
-from orchestrator.train.device.recompute import recompute_blocks
 from orchestrator.train.group.world import World
-from orchestrator.train.optim.named_optimizers import build_named_optimizer
-from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule
+from orchestrator.train.optim.shards import full_tensor
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper
-from orchestrator.train.strategies.base import Strategy
-from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
-from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
-from orchestrator.train.strategies.fsdp import FSDPStrategy, full_tensor, shard_model
-from orchestrator.train.strategies.sharded_dense import ShardedDenseStrategy
-from orchestrator.types import PrecisionName
+from orchestrator.train.worker.build_model import build_parts, build_stepper
+from orchestrator.train.worker.placed_experts import PlacedExperts
+from orchestrator.types import Choice, PrecisionName
 
 UNEVEN_EXPERTS = Config.of(
     expert_hidden_size=(8, 16, 8, 24, 16),
@@ -44,6 +41,17 @@ UNEVEN_EXPERTS = Config.of(
     layers=2,
 )
 """Experts of several sizes whose number no number of workers divides, with both losses of the gate."""
+
+
+STEPPER_CONFIG = Config.of(
+    task="synthetic",
+    schedule="constant",
+    evolution="off",
+    rebalance="off",
+    seed=0,
+    broadcast_buffers="off",
+)
+"""The settings of steppers."""
 
 
 class DoubleDigits(Digits):
@@ -66,13 +74,13 @@ class Events:
     """Collects the events of a stepper or loop."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[JsonEvent] = []
 
-    def __call__(self, event: str, **fields: Any) -> None:
-        self.events.append((event, fields))
+    def __call__(self, event: Event) -> None:
+        self.events.append(to_json(event))
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for event, fields in self.events if event == kind]
+    def of(self, kind: str) -> list[JsonEvent]:
+        return of_kind(self.events, kind)
 
 
 def make_stepper(
@@ -81,54 +89,47 @@ def make_stepper(
     global_batch: int,
     learning_rate: float = 1e-3,
     clip_norm: float = 1.0,
-    emit: Callable[..., None] | None = None,
+    emit: Emit | None = None,
     world: World | None = None,
     sharding: str = "none",
-    options: DDPOptions | None = None,
     offload: bool = False,
     host_of: Sequence[Sequence[int]] | None = None,
     chunks: int = 1,
-    bucket_mb: int | None = None,
     recompute: bool = False,
     precision: PrecisionName = "fp32",
     experts: Sequence[LayerStructure] | None = None,
+    **settings: Any,
 ) -> tuple[Stepper, Feed]:
-    """Build a stepper and its feed.
+    """Build a stepper as a run does, and its feed.
 
     ``micro_batch`` is per worker. ``host_of`` places the experts of each layer on the workers. ``experts``
-    are those of a saved run, with their hosts: their weights are still to be restored.
+    are those of a saved run, with their hosts: their weights are still to be restored. ``settings`` are
+    further settings of the run.
     """
     world = world or World.single_process()
     emit = emit or Events()
-    model = task.build_model()
-    if experts is not None:
-        restructure([layer for _, layer in moe_layers(model)], experts)
-        model.to(task.dtype)
-    model.train()
-    on_hosts = world.size > 1 and (host_of is not None or experts is not None)
-    if sharding == "none" or on_hosts:
-        model.to(world.device)
-    strategy = Strategy(model, task)
-    if sharding != "none" and not on_hosts:
-        shard_model(model, world, keep_parameters=sharding == "zero2", offload=offload)
-        strategy = FSDPStrategy(model, task, world)
-    elif on_hosts:
-        if experts is not None:
-            place_structure(model, experts, world.rank, world.size)
-        elif host_of is not None:
-            place(model, host_of, world.rank)
-        if sharding == "none":
-            strategy = ExpertParallelStrategy(model, task, world, chunks, bucket_mb)
-        else:
-            strategy = ShardedDenseStrategy(model, task, world, chunks, keep_parameters=sharding == "zero2")
-    elif world.size > 1:
-        strategy = DDPStrategy(
-            model, task, world, options or DDPOptions(), lambda message: emit("warning", message=message)
-        )
-    if recompute:
-        recompute_blocks(model, strategy.context)
-    settings = Config.of(learning_rate=learning_rate).optim
-    adamw = build_named_optimizer(model, settings, fused=True)
+    config = STEPPER_CONFIG.but(learning_rate=learning_rate, clip_norm=clip_norm, **settings)
+    choices: dict[str, Any] = {
+        "sharding": sharding,
+        "exchange_chunks": chunks,
+        "activation_checkpointing": recompute,
+        "precision": precision,
+        "expert_kernel": "auto",
+        "learning_rate": learning_rate,
+        "warmup_steps": 0,
+        "fused_optimizer": True,
+        "compile": False,
+    }
+    changes: dict[str, Any] = {name: Choice(value, "a test") for name, value in choices.items()}
+    chosen = replace(plan(config, machine(), model()), **changes)
+    if world.size == 1:
+        host_of = None
+    elif experts is not None:
+        host_of = [[expert.hosts[0] for expert in layer.experts] for layer in experts]
+    if offload:
+        # The plan of one process refuses it.
+        config = config.but(sharding=sharding, cpu_offload=True)
+    parts = build_parts(config, chosen, task, world, emit, PlacedExperts(experts, host_of))
     feed = open_feed(
         task.train_data(),
         world,
@@ -137,18 +138,7 @@ def make_stepper(
         seed=0,
         loader=LoaderOptions(),
     )
-    stepper = Stepper(
-        world=world,
-        strategy=strategy,
-        optimizer=ScheduledOptimizer(adamw, warmup_schedule("constant", 0, 1000)),
-        precision=Precision(precision, world.device),
-        micro_batch=feed.largest_micro_batch,
-        seed=0,
-        clip_norm=clip_norm,
-        clock=PhaseClock(),
-        emit=emit,
-    )
-    return stepper, feed
+    return build_stepper(config, world, parts, feed.largest_micro_batch, emit), feed
 
 
 def run_steps(stepper: Stepper, feed: Feed, steps: int) -> list[Totals]:

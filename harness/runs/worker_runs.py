@@ -3,15 +3,15 @@ process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from harness.faults.planted_faults import step_batches
 from harness.hosts.ranks import run_ranks
+from harness.runs.host_runs import step_batches
 from harness.runs.steppers import (
     UNEVEN_EXPERTS,
     Events,
@@ -27,10 +27,8 @@ from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.strategies import ddp
-from orchestrator.train.strategies.ddp import DDPOptions
 
 CPU = torch.device("cpu")
-DEFAULT_OPTIONS = DDPOptions()
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,8 @@ class WorkerCase:
     steps: int = 10
     config: Config = UNEVEN_EXPERTS
     steps_before_overlap: int = 4
-    options: DDPOptions = DEFAULT_OPTIONS
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the run."""
 
     def make_task(self) -> Any:
         task = self.task(self.config)
@@ -83,7 +82,7 @@ class WorkerResult:
     first_gradients: dict[str, Tensor]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    events: list[tuple[str, dict[str, Any]]]
+    events: list[dict[str, Any]]
 
 
 def train(case: WorkerCase, world: World | None = None) -> WorkerResult:
@@ -96,7 +95,7 @@ def train(case: WorkerCase, world: World | None = None) -> WorkerResult:
         emit=events,
         world=world,
         sharding=case.sharding if world else "none",
-        options=case.options,
+        **case.settings,
     )
     model = stepper.strategy.model
     totals: list[Totals] = []

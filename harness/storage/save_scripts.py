@@ -16,6 +16,7 @@ from harness.storage.checkpoints import save_checkpoint
 from orchestrator.checkpoint.files import Contents
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
+from orchestrator.record.events.kinds import Checkpoint, Event
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.device.precision import Precision
@@ -114,8 +115,8 @@ def save_with_store(folder: Path, acknowledge: Acknowledge) -> None:
 def _acknowledging_log(acknowledge: Acknowledge) -> RecordingLog:
     """Return a log whose ``checkpoint`` events acknowledge the saves."""
 
-    def write(event: str, **fields: Any) -> None:
-        acknowledge(fields["step"] if event == "checkpoint" else None)
+    def write(event: Event) -> None:
+        acknowledge(event.step if isinstance(event, Checkpoint) else None)
 
     return RecordingLog(write)
 

@@ -20,6 +20,8 @@ from harness.runs.tiny_model import Tiny
 from orchestrator.checkpoint.files import Contents, HostPart, load, write_manifest, write_part
 from orchestrator.checkpoint.hashed_file import Hashes
 from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.shard_rows import shard_rows
+from orchestrator.plan.estimate import ShardingForm
 from orchestrator.train.checkpoint.capture import capture
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.snapshot_format import (
@@ -27,6 +29,7 @@ from orchestrator.train.checkpoint.snapshot_format import (
     SnapshotHeader,
     SnapshotPart,
     merge_snapshots,
+    read_part,
 )
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
@@ -51,7 +54,7 @@ PROGRESS = Progress(
 )
 
 HostSnapshot = tuple[SnapshotHeader, Bytes, Bytes]
-"""The header, the bytes of the experts, and those of the dense part."""
+"""The header, the bytes of the host's own part, and those of the dense part."""
 HostSnapshots = Sequence[HostSnapshot]
 """One snapshot of each host, all of the same step."""
 HostResult = tuple[HostSnapshot, HostPart]
@@ -66,15 +69,15 @@ class CopyingSink:
 
     def wait_for_space(self, membership: GroupMembership) -> None: ...
 
-    def put(self, header: Any, experts: Any, dense: Any) -> None:
-        self.snapshots.append((header, experts.copy(), dense.copy()))
+    def put(self, header: Any, own: Any, dense: Any) -> None:
+        self.snapshots.append((header, own.copy(), dense.copy()))
 
 
 class CountingSource:
     """Snapshots in this process, as a source that counts the bytes that are fetched from it."""
 
     def __init__(self, snapshots: HostSnapshots) -> None:
-        self._snapshots = {header.rank: (header, experts, dense) for header, experts, dense in snapshots}
+        self._snapshots = {header.rank: (header, own, dense) for header, own, dense in snapshots}
         self.bytes_fetched = 0
         self.ranks_read: list[int] = []
 
@@ -87,16 +90,16 @@ class CountingSource:
         self.bytes_fetched += dense.size
         return header, dense
 
-    def fetch_experts(self, rank: int) -> Bytes:
-        experts = self._snapshots[rank][1]
-        self.bytes_fetched += experts.size
+    def fetch_own(self, rank: int) -> Bytes:
+        own = self._snapshots[rank][1]
+        self.bytes_fetched += own.size
         self.ranks_read.append(rank)
-        return experts
+        return own
 
 
-def experts_part(snapshot: HostSnapshot) -> SnapshotPart:
-    header, experts, _ = snapshot
-    return SnapshotPart(header.rank, header.experts_end, experts)
+def own_part(snapshot: HostSnapshot) -> SnapshotPart:
+    header, own, _ = snapshot
+    return SnapshotPart(header.rank, header.own_end, own)
 
 
 def dense_part(snapshot: HostSnapshot) -> SnapshotPart:
@@ -105,9 +108,12 @@ def dense_part(snapshot: HostSnapshot) -> SnapshotPart:
 
 
 def merge_all(snapshots: HostSnapshots, rank: int = 0, without: Set[str] = frozenset()) -> Contents:
-    """Merge the snapshots of all hosts."""
+    """Merge the snapshots of all hosts, with all rows of what is in shards."""
     (main,) = [snapshot for snapshot in snapshots if snapshot[0].rank == 0]
-    return merge_snapshots(dense_part(main), list(map(experts_part, snapshots)), rank, without)
+    own_parts = [own_part(snapshot) for snapshot in snapshots]
+    entries = [entry for part in own_parts for entry in read_part(part)[0]]
+    wanted = {e.parameter: shard_rows(e.rows.total, 0, 1) for e in entries if e.rows is not None}
+    return merge_snapshots(dense_part(main), own_parts, rank, without, wanted)
 
 
 def state_of(stepper: Stepper) -> TrainState:
@@ -144,18 +150,24 @@ def merge_parts(parts: Sequence[HostPart]) -> Contents:
         return load(Path(folder))
 
 
-def train_and_snapshot(rank: int, size: int, store: str, task: Tiny, host_of: Any) -> HostResult:
+def train_and_snapshot(
+    rank: int, size: int, store: str, task: Tiny, host_of: Any, sharding: ShardingForm
+) -> HostResult:
     with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
         placement = host_of if size > 1 else None
-        stepper, feed = make_stepper(task, 4, 12, learning_rate=1e-2, world=world, host_of=placement)
+        stepper, feed = make_stepper(
+            task, 4, 12, learning_rate=1e-2, world=world, host_of=placement, sharding=sharding
+        )
         run_steps(stepper, feed, 4)
         seed_generators(rank)
         return snapshot_and_checkpoint(state_of(stepper), world)
 
 
-def take_snapshots(task: Tiny, host_of: Any, size: int = 3) -> tuple[HostSnapshots, Contents]:
+def take_snapshots(
+    task: Tiny, host_of: Any, size: int = 3, sharding: ShardingForm = "none"
+) -> tuple[HostSnapshots, Contents]:
     """Train on ``size`` hosts. Return the snapshots of all, and the checkpoint of the same step."""
-    results = run_ranks(train_and_snapshot, size, task, host_of)
+    results = run_ranks(train_and_snapshot, size, task, host_of, sharding)
     contents = merge_parts([part for _, part in results])
     return [snapshot for snapshot, _ in results], contents
 

@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Contents:
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
+    shards: Mapping[str, Set[str]] = field(default_factory=dict)
+    """The keys, by kind, of tensors with the rows of the reader's shard alone. Others are whole."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class HostPart:
     """Optimizer state of the host's experts that is not a tensor; on the main host in ``state``."""
     state: Mapping[str, Any] | None = None
     """All state that is not a tensor; only on the main host."""
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint: a run may have a manifest of its own."""
+    return (path / MANIFEST).exists() and not (path / "checkpoints").is_dir()
 
 
 def step_name(step: int) -> str:

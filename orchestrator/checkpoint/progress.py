@@ -38,6 +38,8 @@ class Progress:
     epoch_count: float = 0.0
     epoch_seconds: float = 0.0
     validation: dict[str, float] = field(default_factory=dict)
+    grid_exponent: int | None = None
+    """Exponent of the grid of exact sums in the next step; None in a run without such sums."""
 
     def start_next_epoch(self) -> None:
         self.epoch += 1
@@ -72,7 +74,8 @@ def read_progress(state: Mapping[str, Any]) -> Progress:
         progress.place.position if progress.place else 0,
         progress.bad_evaluations,
     )
-    if has_unknown_fields or not all(0 <= count < _MAX_COUNT for count in counts):
+    is_valid = all(0 <= count < _MAX_COUNT for count in counts) and abs(progress.grid_exponent or 0) < 2**11
+    if has_unknown_fields or not is_valid:
         raise _invalid(f"step {progress.step}, epoch {progress.epoch}")
     return progress
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +53,7 @@ def run(argv: Sequence[str]) -> int:
 def _measure_task(resolved: Resolved, options: BenchOptions) -> int:
     from rich.console import Console
 
+    from orchestrator.cli.tables import print_json
     from orchestrator.trainer import Trainer
 
     if options.iterations < 2:
@@ -61,7 +61,7 @@ def _measure_task(resolved: Resolved, options: BenchOptions) -> int:
     with Console(stderr=True).status("measuring …"):
         results = Trainer(config=resolved).bench(options.iterations, options.precisions)
     if options.json:
-        Console().print_json(json.dumps([asdict(result) for result in results]))
+        print_json([asdict(result) for result in results])
     else:
         Console().print(bench_table(results, resolved.config.task))
     return 0

@@ -15,7 +15,7 @@ from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import TaskFailed, UserError
-from orchestrator.types import VERSION, first_line
+from orchestrator.types import VERSION, first_line, flag_of, printable
 
 if TYPE_CHECKING:
     from orchestrator.train.remote.opened_checkpoint import OpenedCheckpoint
@@ -39,7 +39,7 @@ def evaluate_tasks(
     unused = sorted(given.origins.keys() - _USED)
     if unused:
         raise UserError(
-            f"--{unused[0].replace('_', '-')} has no effect with --tasks, which evaluates in one process on "
+            f"{flag_of(unused[0])} has no effect with --tasks, which evaluates in one process on "
             "the data of lm-eval; leave it out"
         )
     from orchestrator.plan.inventory.hardware import results_folder
@@ -88,13 +88,7 @@ def _task_manager(names: Sequence[str], tasks_dir: Path | None) -> Any:
 
 def _with_given(config: Config, given: Resolved) -> Config:
     """Return the settings of the run with the given ones that matter here."""
-    names = [name for name in ("evaluate_ema", "eval_batch_size", "model") if name in given.origins]
-    values: dict[str, Any] = {
-        "evaluate_ema": given.config.optim.evaluate_ema,
-        "model": given.config.model.model,
-    }
-    values["eval_batch_size"] = given.config.batch.eval_batch_size
-    return config.but(**{name: values[name] for name in names})
+    return config.but(**{name: given.config.value_of(name) for name in _USED & given.origins.keys()})
 
 
 def _evaluate(
@@ -170,11 +164,10 @@ def _show(content: Mapping[str, Any], path: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from orchestrator.cli.tables import cell
+    from orchestrator.cli.tables import cell, print_line
 
     table = Table("task", "metric", "value", "± stderr")
     for row in rows_of(content["results"]):
         table.add_row(*(cell(text) for text in row))
-    console = Console()
-    console.print(table)
-    console.print(cell(f"written: {path}"), soft_wrap=True)
+    Console().print(table)
+    print_line(printable(f"written: {path}"))

@@ -6,14 +6,12 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from orchestrator.cli.tables import make_table
+from orchestrator.cli.tables import make_table, print_line
 from orchestrator.plan.cost.calibration import (
     FILE,
     Calibration,
     Profile,
-    read_calibration,
     write_calibration,
 )
 from orchestrator.plan.cost.machine import DeviceCosts, Link
@@ -42,25 +40,15 @@ def calibrate_machine(path: Path | None, as_json: bool) -> int:
         return 0
     console.print(_calibration_table(calibration))
     if calibration.others > _MAX_OTHER_LOAD:
-        warning = (
+        print_line(
             f"other programs used {calibration.others:.0%} of the processors meanwhile: "
             "the figures may be too slow; repeat it when the machine is idle"
         )
-        console.print(Text(warning))
-    message = (
+    print_line(
         f"measured in {calibration.seconds:.0f} s, kept in {target}; "
         "'orchestrator plan' now predicts the step time"
     )
-    console.print(Text(message), soft_wrap=True)
     return 0
-
-
-def find_calibration(path: Path | None) -> Calibration | None:
-    """Read the calibration at a path, or else that of the results folder if it exists."""
-    default = results_folder() / FILE
-    if path is None and not default.is_file():
-        return None
-    return read_calibration(path or default)
 
 
 def _calibration_table(calibration: Calibration) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -50,11 +49,10 @@ def check(full: bool = False) -> list[CheckResult]:
 
 
 def _print_json(machine: Inventory, options: CheckOptions) -> list[CheckResult]:
-    from rich.console import Console
+    from orchestrator.cli.tables import print_json
 
     results = [run_guarded(probe) for probe in _all_probes(machine, options.full)]
-    content = {"hardware": machine.to_json(), "checks": [asdict(result) for result in results]}
-    Console().print_json(json.dumps(content, default=str))
+    print_json({"hardware": machine.to_json(), "checks": [asdict(result) for result in results]})
     return results
 
 
@@ -162,7 +160,7 @@ def _probe_training() -> CheckResult:
         events = read_events(result.run_dir / "events.jsonl")
     start = of_kind(events, "start")[-1]
     readings = of_kind(events, "monitor")
-    devices = [device for event in readings for device in event["devices"]]
+    devices = [device for event in readings for device in event.get("devices", ())]
     used = [device["utilization"] for device in devices if device.get("utilization") is not None]
     monitored = f"GPU use {max(used):.0f}%" if used else f"{len(readings)} monitor readings"
     steps = result.summary["steps"]

@@ -12,8 +12,9 @@ from orchestrator.report.comparison.compare import Comparison
 from orchestrator.report.comparison.differences import Difference
 
 
-def print_comparison(console: Console, comparison: Comparison) -> None:
+def print_comparison(comparison: Comparison) -> None:
     """Print results, differences, losses and verdicts; the page has the curves."""
+    console = Console()
     if comparison.headline:
         console.print(cell(comparison.headline, "bold"))
     for note in comparison.notes:
@@ -37,6 +38,8 @@ def _results_table(comparison: Comparison) -> Table:
     title = f"results (validation: {comparison.judged_at})"
     table = make_table("", *comparison.labels, title=title)
     table.add_row("status", *(cell(run.record.status) for run in comparison.runs))
+    if comparison.identities:
+        table.add_row("identity", *map(cell, comparison.identities))
     for figure in comparison.figures:
         cells = [
             cell(text, "bold" if value is not None and value == figure.best else "")

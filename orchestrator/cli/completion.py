@@ -11,6 +11,7 @@ from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.settings import Config, flat_names, setting_types
 from orchestrator.config.values import choices
 from orchestrator.errors import UserError
+from orchestrator.types import flag_of
 
 _BASH = """# bash completion of orchestrator; put it to work with: source <(orchestrator --completion bash)
 _orchestrator() {{
@@ -82,7 +83,7 @@ def _flags(verb: str) -> list[str]:
     own = [field.name for field in fields(options) if field.name != "settings"]
     takes_settings = Config in get_type_hints(options).values()
     names = [*own, *(flat_names() if takes_settings else ()), "help"]
-    return [f"--{name.replace('_', '-')}" for name in dict.fromkeys(names)]
+    return [flag_of(name) for name in dict.fromkeys(names)]
 
 
 def _options_of(verb: str) -> Any:

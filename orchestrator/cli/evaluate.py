@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.cli.resume import refuse_run_flags
-from orchestrator.cli.train import refuse_launchers
-from orchestrator.config.reading.flags import read_flags
+from orchestrator.cli.resume import read_run_flags
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
+from orchestrator.types import flag_of
 
 
 @dataclass(frozen=True)
@@ -41,21 +40,15 @@ class EvaluateOptions:
 
 
 def run(argv: Sequence[str]) -> int:
-    options, resolved = read_flags(EvaluateOptions, argv, "orchestrator evaluate", positional="checkpoint")
-    refuse_launchers()
-    if options.checkpoint is None:
-        raise UserError("which checkpoint? Give it, or its run: orchestrator evaluate FOLDER")
-    refuse_run_flags(
-        resolved, "orchestrator evaluate FOLDER names the checkpoint already; leave --{flag} out"
-    )
+    options, resolved = read_run_flags(EvaluateOptions, argv, "evaluate", "checkpoint", noun="checkpoint")
+    assert options.checkpoint is not None
     if options.tasks:
         from orchestrator.cli.benchmark_tasks import evaluate_tasks
 
         for name in ("split", "prompts", "max_new_tokens"):
             if getattr(options, name) != getattr(EvaluateOptions, name):
                 raise UserError(
-                    f"--{name.replace('_', '-')} has no effect with --tasks, which brings its own data; "
-                    "leave it out"
+                    f"{flag_of(name)} has no effect with --tasks, which brings its own data; leave it out"
                 )
         evaluate_tasks(options.checkpoint, options.tasks, options.tasks_dir, resolved)
         return 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestrator.config.reading.flags import read_options
 from orchestrator.errors import UserError
-from orchestrator.types import bytes_text
+from orchestrator.types import bytes_text, printable
 
 if TYPE_CHECKING:
     from orchestrator.config.settings import Config
@@ -59,6 +59,7 @@ def run(argv: Sequence[str]) -> int:
         missing = "which checkpoint" if options.checkpoint is None else "which folder to write"
         raise UserError(f"{missing}? Give both: orchestrator export RUN_OR_CHECKPOINT DIR")
     shard_bytes = _parse_size(options.shard_size)
+    from orchestrator.cli.tables import print_line
     from orchestrator.plan.inventory.hardware import results_folder
     from orchestrator.run.run_settings import read_run_settings
     from orchestrator.train.export.folder import check_push, check_target, push
@@ -72,12 +73,12 @@ def run(argv: Sequence[str]) -> int:
         config = read_run_settings(opened.path.parent.parent)
         averaged = config.optim.evaluate_ema if options.weights == "evaluated" else options.weights == "ema"
         form = ExportForm(options.dtype, shard_bytes, averaged)
-        result = _export(options, config, _Job(opened.path, options.folder, form, on_progress))
+        result = _export(options, config, opened.path, options.folder, form, on_progress)
         chosen = f" ({opened.choice})" if opened.choice else ""
         content = _content(options, config, averaged)
         _show(result, f"{opened.location}{chosen}", content)
     if options.push is not None:
-        _print(f"uploaded to {push(options.folder, options.push, content)}")
+        print_line(printable(f"uploaded to {push(options.folder, options.push, content)}"))
     return 0
 
 
@@ -92,48 +93,38 @@ def export_whole_model(
     options = ExportOptions(merge=config.model.lora is not None, model=model)
     form = ExportForm(options.dtype, _parse_size(options.shard_size), averaged)
     with _progress() as on_progress:
-        _export(options, config, _Job(checkpoint, folder, form, on_progress))
+        _export(options, config, checkpoint, folder, form, on_progress)
 
 
-def _export(options: ExportOptions, config: Config, job: _Job) -> Exported:
-    return (_export_weights if config.model.lora is None else _export_lora)(options, config, job)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """The checkpoint that is written, the folder, and how."""
-
-    checkpoint: Path
-    folder: Path
-    form: ExportForm
-    on_progress: OnProgress
-
-
-def _export_weights(options: ExportOptions, config: Config, job: _Job) -> Exported:
+def _export(
+    options: ExportOptions,
+    config: Config,
+    checkpoint: Path,
+    folder: Path,
+    form: ExportForm,
+    on_progress: OnProgress,
+) -> Exported:
+    """Write a model, or adapters: alone, or added to the weights of their model."""
+    from orchestrator.tasks.lm.building import lora_options
+    from orchestrator.train.export.adapters import AdaptedModel, export_adapters, export_merged
     from orchestrator.train.export.weights import export_checkpoint
 
-    if options.merge:
+    lora = lora_options(config.model)
+    if lora is None and options.merge:
         raise UserError(
             "--merge adds adapters to weights, and the run has no --lora: its weights are whole; leave it out"
         )
-    source = _config_folder(options.model, config, job.checkpoint)
-    return export_checkpoint(job.checkpoint, source, job.folder, job.form, job.on_progress)
-
-
-def _export_lora(options: ExportOptions, config: Config, job: _Job) -> Exported:
-    """Write adapters alone, or added to the weights of their model."""
-    from orchestrator.tasks.lm.building import lora_options
-    from orchestrator.train.export.adapters import AdaptedModel, export_adapters, export_merged
-
-    lora = lora_options(config.model)
-    assert lora is not None
-    source = _config_folder(options.model, config, job.checkpoint)
-    model = AdaptedModel(lora, options.model or str(config.model.model), source)
+    source = _config_folder(options.model, config, checkpoint)
+    if lora is None:
+        return export_checkpoint(checkpoint, source, folder, form, on_progress)
+    frozen = config.model.frozen_weights
+    packing = None if frozen == "auto" else frozen
+    model = AdaptedModel(lora, options.model or str(config.model.model), source, packing=packing)
     if not options.merge:
-        return export_adapters(job.checkpoint, model, job.folder, job.form)
+        return export_adapters(checkpoint, model, folder, form)
     if not config.model.from_scratch:
         model = replace(model, weights_folder=_weights_folder(model.name))
-    return export_merged(job.checkpoint, model, job.folder, job.form, job.on_progress)
+    return export_merged(checkpoint, model, folder, form, on_progress)
 
 
 def _weights_folder(name: str) -> Path:
@@ -204,15 +195,9 @@ def _progress() -> Iterator[OnProgress]:
         yield show
 
 
-def _print(line: str) -> None:
-    from rich.console import Console
-
-    from orchestrator.cli.tables import cell
-
-    Console().print(cell(line), soft_wrap=True)
-
-
 def _show(result: Exported, checkpoint: str, content: str) -> None:
+    from orchestrator.cli.tables import print_line
+
     lines = [
         f"exported {checkpoint}: {content}",
         f"wrote {result.folder}: {bytes_text(result.num_bytes)} in {result.seconds:.1f} s",
@@ -222,4 +207,4 @@ def _show(result: Exported, checkpoint: str, content: str) -> None:
         more = f" and {len(others)} more" if others else ""
         lines.append(f"left out: {first}{more}, which the model of config.json has no place for")
     for line in lines:
-        _print(line)
+        print_line(printable(line))

@@ -35,9 +35,9 @@ def run(argv: Sequence[str]) -> int:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
-    from rich.console import Console
+    from orchestrator.cli.tables import print_line
 
-    Console().print(f"wrote {path}; start with: orchestrator train --config {path}", soft_wrap=True)
+    print_line(f"wrote {path}; start with: orchestrator train --config {path}")
     return 0
 
 

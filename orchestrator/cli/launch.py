@@ -10,11 +10,10 @@ from orchestrator.config.reading.flags import read_flags, read_options
 from orchestrator.config.reading.reader import Resolved
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.launch.files import file_text
-from orchestrator.launch.launch import Launch
-from orchestrator.launch.options import LaunchOptions
+from orchestrator.launch.launch import Launch, LaunchOptions
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.redaction import mask
-from orchestrator.types import counted
+from orchestrator.types import counted, flag_of
 
 _SET_BY_THE_FILE = ("workers", "run_dir", "name", "resume", "init_from", "ray_address", "devices")
 
@@ -41,10 +40,9 @@ def _read_train_flags(launch: Launch) -> Resolved:
     _, resolved = read_flags(TrainOptions, launch.flags, "orchestrator train")
     for name in _SET_BY_THE_FILE:
         if resolved.origin(name).startswith("flag"):
-            flag = name.replace("_", "-")
             raise UserError(
-                f"--{flag} stands after the --, but the file sets it; give --workers, --run-dir and --name "
-                "before the --, and leave the others out"
+                f"{flag_of(name)} stands after the --, but the file sets it; give --workers, --run-dir and "
+                "--name before the --, and leave the others out"
             )
     _, resolved = read_flags(
         TrainOptions, [*launch.flags, "--workers", str(launch.options.workers)], "orchestrator train"
@@ -60,18 +58,24 @@ def _check_plan(launch: Launch, resolved: Resolved) -> list[str]:
         if not gpus:
             return []
         return ["not checked: whether the model fits; give the model of the GPUs, such as --gpu H100"]
-    from orchestrator.cli.cluster_plan import plan_on_cluster
+    from orchestrator.cli.planning.prediction import (
+        DeviceFigures,
+        predict_step,
+        prepare_on_cluster,
+        shortage_of,
+    )
     from orchestrator.plan.cost.cluster_spec import machine_of, parse_cluster
     from orchestrator.tasks.load import load_task
 
     if not gpus:
         raise UserError("--gpu names a GPU, but --gpus-per-node is 0; leave one of them out")
     spec = parse_cluster(f"nodes={launch.nodes},gpus={gpus},gpu={launch.options.gpu}")
-    task = load_task(resolved.config)
-    planned = plan_on_cluster(resolved, task, spec, machine_of(spec), "data sheet figures")
-    if planned.shortage is not None:
-        raise ResourceError(planned.shortage)
-    return [f"planned for {spec.nodes} × {spec.gpus} {spec.gpu.upper()}: {planned.step_line}"]
+    prepared = prepare_on_cluster(resolved, load_task(resolved.config), spec)
+    shortage = shortage_of(prepared)
+    if shortage is not None:
+        raise ResourceError(shortage)
+    line, _ = predict_step(prepared, DeviceFigures(machine_of(spec), "data sheet figures"))
+    return [f"planned for {spec.nodes} × {spec.gpus} {spec.gpu.upper()}: {line}"]
 
 
 def _check_devices(launch: Launch, resolved: Resolved) -> None:

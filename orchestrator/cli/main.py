@@ -23,6 +23,7 @@ VERBS = {
     "train": "train a task and write a report",
     "resume": "continue the run of a folder with its own settings",
     "evaluate": "write the metrics of a checkpoint beside it, on any number of workers",
+    "verify": "recompute steps of a reproducible run, and compare them with its record",
     "export": "write a checkpoint as a folder that transformers loads",
     "plan": "show every choice with its reason, and the memory estimate, before anything runs",
     "check": "inspect the machine and test what training needs",
@@ -43,7 +44,8 @@ Trains PyTorch models: detects the hardware, chooses good settings with their re
 
 orchestrator VERB --help lists a verb's options. orchestrator --completion bash|zsh|fish writes a script that
 completes verbs, flags and their words. Settings come from --config FILE (YAML) and flags; flags win.
-Exit codes: 0 done, 2 a mistake in the call, 3 insufficient resources, 4 training failed, 130 interrupted."""
+Exit codes: 0 done, 2 a mistake in the call, 3 insufficient resources, 4 training failed or
+verify found a difference, 130 interrupted."""
 
 _BROKEN_PIPE = 141
 """The exit code that a shell shows for a program that SIGPIPE ended."""

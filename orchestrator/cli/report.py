@@ -38,9 +38,7 @@ def run(argv: Sequence[str]) -> int:
 
 def show_report(folder: Path) -> int:
     """Draw the report, and print the path of each file."""
-    from rich.console import Console
-    from rich.text import Text
-
+    from orchestrator.cli.tables import print_line
     from orchestrator.record.files.ledger import holds_sweep
     from orchestrator.record.files.remote_record import local_record
     from orchestrator.report.run.page import draw_report
@@ -55,16 +53,14 @@ def show_report(folder: Path) -> int:
             if as_url(folder):
                 open_folder("the run folder", folder).upload(path, path.name)
                 shown = f"{location_text(folder)}/{path.name}"
-            Console().print(Text(f"wrote {shown}"), soft_wrap=True)
+            print_line(f"wrote {shown}")
     return 0
 
 
 def show_comparison(folders: Sequence[Path], out: Path) -> int:
     """Compare runs: print the summary, and write page and data."""
-    from rich.console import Console
-    from rich.text import Text
-
     from orchestrator.cli.comparison_tables import print_comparison
+    from orchestrator.cli.tables import print_line
     from orchestrator.record.files.remote_record import local_record
     from orchestrator.report.comparison.compare import compare
     from orchestrator.report.comparison.page import write_comparison
@@ -73,11 +69,10 @@ def show_comparison(folders: Sequence[Path], out: Path) -> int:
 
     if as_url(out):
         raise UserError(f"--out {as_url(out)} is an address; a comparison is written into a local folder")
-    console = Console()
     with ExitStack() as stack:
         opened = [(folder, stack.enter_context(local_record(folder))) for folder in folders]
         comparison = compare(read_runs(opened))
-        print_comparison(console, comparison)
+        print_comparison(comparison)
         for path in write_comparison(comparison, out):
-            console.print(Text(f"wrote {path}"), soft_wrap=True)
+            print_line(f"wrote {path}")
     return 0

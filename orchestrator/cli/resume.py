@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.cli.train import fit, refuse_launchers
-from orchestrator.config.reading.flags import read_flags
+from orchestrator.config.reading.flags import Options, read_flags
 from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.remote_record import local_record
 from orchestrator.storage.address import location_text, refuse_address
+from orchestrator.types import flag_of
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,8 @@ class ResumeOptions:
 
 
 def run(argv: Sequence[str]) -> int:
-    options, resolved = read_flags(ResumeOptions, argv, "orchestrator resume", positional="folder")
-    refuse_launchers()
-    if options.folder is None:
-        raise UserError("which run? Give its folder: orchestrator resume FOLDER")
-    refuse_run_flags(
-        resolved,
-        "orchestrator resume FOLDER names the run already; leave --{flag} out, or use orchestrator train",
-    )
+    options, resolved = read_run_flags(ResumeOptions, argv, "resume", "folder")
+    assert options.folder is not None
     with local_record(options.folder) as folder:
         is_sweep = _is_sweep(folder, location_text(options.folder))
     if is_sweep:
@@ -50,11 +45,22 @@ def run(argv: Sequence[str]) -> int:
     return fit(Resolved(resolved.config.but(resume="auto", run_dir=options.folder), origins))
 
 
-def refuse_run_flags(resolved: Resolved, message: str) -> None:
-    """Raise UserError for a flag that names a run beside the one on the command line."""
+def read_run_flags(
+    options_type: type[Options], argv: Sequence[str], verb: str, positional: str, noun: str = "run"
+) -> tuple[Options, Resolved]:
+    """Read the flags of a verb that takes a run or a checkpoint, and settings that win over those of the run.
+
+    Raise UserError without it, and for a flag that names another run."""
+    command = f"orchestrator {verb} FOLDER"
+    options, resolved = read_flags(options_type, argv, f"orchestrator {verb}", positional)
+    refuse_launchers()
+    if getattr(options, positional) is None:
+        raise UserError(f"which {noun}? Give its folder: {command}")
     for name in ("resume", "run_dir", "name", "init_from"):
         if resolved.origin(name).startswith("flag"):
-            raise UserError(message.format(flag=name.replace("_", "-")))
+            advice = ", or use orchestrator train" if verb == "resume" else ""
+            raise UserError(f"{command} names the {noun} already; leave {flag_of(name)} out{advice}")
+    return options, resolved
 
 
 def _is_sweep(folder: Path, shown: str) -> bool:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchestrator.config.reading.flags import read_flags
 from orchestrator.config.reading.reader import Resolved
-from orchestrator.config.settings import Config, flat_names
+from orchestrator.config.settings import Config
 from orchestrator.config.sweep.space import Space
 from orchestrator.config.sweep.space_parser import parse_space, read_space
 from orchestrator.config.sweep.sweep import Search, Sweep, as_mapping, config_from_ledger
 from orchestrator.config.writer import flat_values
 from orchestrator.errors import UserError
 from orchestrator.plan.inventory.hardware import results_folder
-from orchestrator.record.files.ledger import SETTINGS_NOT_KEPT, SweepRecord, holds_sweep, read_sweep_record
-from orchestrator.redaction import MASK
+from orchestrator.record.files.ledger import SETTINGS_NOT_KEPT, holds_sweep, read_sweep_record
 from orchestrator.storage.address import refuse_address
 from orchestrator.sweeps import check_new
+from orchestrator.types import flag_of
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,20 @@ def _requested_space(options: SweepOptions) -> Space:
 
 def continue_sweep(folder: Path, options: SweepOptions, resolved: Resolved) -> int:
     """Continue a sweep with the settings in its ledger; UserError for others that are given."""
-    masked = masked_settings(read_sweep_record(folder)) if holds_sweep(folder) else frozenset()
+    from orchestrator.run.run_settings import check_masked, masked_names
+    from orchestrator.trainer import Trainer
+
+    settings = as_mapping(read_sweep_record(folder).header.get("settings")) if holds_sweep(folder) else {}
+    masked = masked_names(settings)
     _check_resumed(options, resolved, masked)
-    resume_sweep(folder, resolved, options.concurrent)
+    record = read_sweep_record(folder)
+    given = {name for name, origin in resolved.origins.items() if origin != "default"}
+    check_masked(settings, given, f"the ledger of {folder}")
+    values = flat_values(resolved.config)
+    again = {name: values[name] for name in (*masked, "ray_address", "resource_timeout")}
+    kept = {name: value for name, value in settings.items() if name not in masked}
+    config = config_from_ledger(kept).but(**again)
+    Trainer(config=config).sweep(Sweep.of_header(record.header, options.concurrent), resume=folder)
     return 0
 
 
@@ -136,43 +146,8 @@ def _check_resumed(options: SweepOptions, resolved: Resolved, masked: Set[str]) 
         if name not in SETTINGS_NOT_KEPT | masked and origin != "default"
     ]
     if changed:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        flags = ", ".join(map(flag_of, changed))
         raise UserError(
             "a resumed sweep continues with the settings it began with; "
             f"leave out {flags}, or begin another sweep"
-        )
-
-
-def resume_sweep(folder: Path, resolved: Resolved, concurrent: int | None) -> SweepRecord:
-    """Continue a sweep where its ledger ends."""
-    from orchestrator.trainer import Trainer
-
-    record = read_sweep_record(folder)
-    settings = as_mapping(record.header.get("settings"))
-    masked = masked_settings(record)
-    check_masked_given(masked, folder, resolved)
-    values = flat_values(resolved.config)
-    given = {name: values[name] for name in (*masked, "ray_address", "resource_timeout")}
-    known = {name: value for name, value in settings.items() if name not in masked}
-    config = config_from_ledger(known).but(**given)
-    return Trainer(config=config).sweep(Sweep.of_header(record.header, concurrent), resume=folder)
-
-
-def masked_settings(record: SweepRecord) -> Set[str]:
-    """Return the settings that the ledger keeps without the secrets in them."""
-    return masked_names(as_mapping(record.header.get("settings")))
-
-
-def masked_names(settings: Mapping[str, Any]) -> Set[str]:
-    return {name for name, value in settings.items() if name in flat_names() and MASK in str(value)}
-
-
-def check_masked_given(masked: Iterable[str], folder: Path, resolved: Resolved) -> None:
-    """Raise UserError unless a flag gives each masked setting again: a mask is no value."""
-    missing = [name for name in sorted(masked) if not resolved.origin(name).startswith("flag")]
-    if missing:
-        flag = missing[0].replace("_", "-")
-        raise UserError(
-            f"the ledger of {folder} keeps {missing[0]} without the secret in it; "
-            f"give it again, as --{flag} VALUE"
         )

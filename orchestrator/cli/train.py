@@ -62,12 +62,10 @@ def refuse_launchers() -> None:
 
 
 def _take_tuned_settings(folder: Path, resolved: Resolved) -> Resolved:
-    from rich.console import Console
-    from rich.text import Text
-
+    from orchestrator.cli.tables import print_line
     from orchestrator.cli.tuned import tuned
     from orchestrator.trainer import Trainer
 
     resolved, message = tuned(folder, resolved, lambda config: Trainer(config=config).devices())
-    Console().print(Text(message), soft_wrap=True)
+    print_line(message)
     return resolved

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.sweep import check_masked_given, masked_names
 from orchestrator.config.reading.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.config.sweep.objective import THROUGHPUT
@@ -16,6 +15,7 @@ from orchestrator.config.sweep.sweep import as_mapping
 from orchestrator.config.writer import flat_values
 from orchestrator.errors import UserError
 from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
+from orchestrator.run.run_settings import check_masked
 from orchestrator.storage.address import refuse_address
 from orchestrator.types import speed_text
 
@@ -40,7 +40,7 @@ def tuned(
     row, notes = _best_fitting_row(record, kind, num_devices, workers)
     offered = {**base, **row.point, "workers": row.workers or 1}
     taken = {name: value for name, value in offered.items() if name not in flags}
-    check_masked_given(masked_names(taken), folder, resolved)
+    check_masked(taken, frozenset(), f"the ledger of {folder}")
     origins = dict(resolved.origins) | dict.fromkeys(taken, f"sweep {folder.name}, trial {row.trial}")
     config = resolved.config.but(**taken)
     point = " ".join(point_flags(row.point))

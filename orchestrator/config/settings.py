@@ -20,10 +20,11 @@ from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.sections.checks import Switch, at_least, possible_path, within
 from orchestrator.config.sections.cross_checks import (
     check_batch_product,
+    check_bounded_rows,
+    check_contradictions,
     check_devices,
     check_evolution,
     check_language_model,
-    check_optimizer,
     check_strategy,
 )
 from orchestrator.config.sections.data import BatchSettings, DataSettings
@@ -36,6 +37,7 @@ from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
+WeightPrecision = Literal["fp32", "bf16"]
 GpuMode = Literal["auto", "cpu", "single_gpu", "multi_gpu"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 CompileParts = Literal["all", "experts", "gate"]
@@ -68,10 +70,19 @@ class RunSettings:
     """Seed of initial weights, sample order and randomness inside the model."""
     deterministic: bool = False
     """Same seed, same result to the bit: deterministic kernels, tf32 and cuDNN benchmarking off."""
+    reproducible: bool = False
+    """The same weights to the bit on any number of workers, with experts anywhere, after kills and
+    resumes, on devices of one kind: one worker computes each micro-batch, and sums are exact.
+    Includes --deterministic."""
     auto: bool = True
     """Let the plan decide open settings. With --no-auto it uses plain defaults and says so."""
     debug: bool = False
     """A quick test: batch of 4, 4 steps, 2 evaluation batches, every step logged."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a run with the same settings on as many workers gives the same bits."""
+        return self.deterministic or self.reproducible
 
     def __post_init__(self) -> None:
         if self.name is not None:
@@ -109,7 +120,10 @@ class DeviceSettings:
     more) force it."""
     precision: Precision = "auto"
     """Precision of the forward and backward pass; fp16 scales the loss. fp8, for GPUs of compute capability
-    9 and 10: bf16, but for the products of experts' rows. Weights stay fp32."""
+    9 and 10: bf16, but for the products of experts' rows. Weights are stored as --weight-precision says."""
+    weight_precision: WeightPrecision = "fp32"
+    """Type in which weights are stored. bf16 takes half the memory, without a copy in fp32: the optimizer
+    computes each update in fp32, and stochastic rounding lets small updates count in full on average."""
     tf32: Switch = "auto"
     """tf32 for fp32 matrix products on GPUs that have it."""
     compile: Switch = "auto"
@@ -136,6 +150,11 @@ class DeviceSettings:
     """Return cached GPU memory to the driver every N steps; 0: only at the end of an epoch, if
     there is much of it."""
 
+    @property
+    def short_weights(self) -> bool:
+        """Whether weights are stored in bf16."""
+        return self.weight_precision == "bf16"
+
     def __post_init__(self) -> None:
         at_least("empty_cache_every", self.empty_cache_every, 0)
 
@@ -160,51 +179,17 @@ class Config:
     watch: WatchSettings = field(default_factory=WatchSettings)
 
     def __post_init__(self) -> None:
-        self._check_deterministic()
-        if self.device.gpu_mode == "cpu" and self.device.tf32 == "on":
-            raise ValueError("tf32 is arithmetic of NVIDIA GPUs, but gpu_mode is cpu; leave --tf32 out")
-        if self.batch.batch_size == "auto" and self.parallel.sharding in ("zero2", "zero3"):
-            raise ValueError(
-                "batch_size auto measures whole models, and sharding divides them; "
-                "leave --batch-size out, or give a number"
-            )
-        if self.batch.batch_size == "auto" and not self.run.auto:
-            raise ValueError("batch_size auto and --no-auto contradict each other; give a number")
-        for name, value in self._paths().items():
-            possible_path(name, value)
+        values = {name: self.value_of(name) for name in flat_names()}
+        check_contradictions(values, _defaults())
+        check_bounded_rows(self.parallel, self.run.reproducible)
+        for name, value in values.items():
+            if isinstance(value, Path) or name in ("resume", "placement"):
+                possible_path(name, value)
         check_language_model(self.task, self.model, self.moe)
         check_devices(self.device.gpu_mode, self.parallel)
-        check_optimizer(self.optim, self.parallel, self.evolution)
-        check_strategy(self.parallel, self.batch, self.moe, self.evolution)
-        check_batch_product(self.device.gpu_mode, self.parallel, self.batch)
+        check_strategy(self.parallel, self.moe, self.evolution)
+        check_batch_product(self.device.gpu_mode, self.parallel, self.batch, self.run.reproducible)
         check_evolution(self.evolution, self.moe, self.parallel)
-
-    def _check_deterministic(self) -> None:
-        if not self.run.deterministic:
-            return
-        if self.device.tf32 == "on":
-            raise ValueError("deterministic and tf32 on contradict each other; leave --tf32 out")
-        if self.device.cudnn_benchmark == "on":
-            raise ValueError(
-                "deterministic and cudnn_benchmark on contradict each other; leave --cudnn-benchmark out"
-            )
-        if self.parallel.share_by_speed == "on":
-            raise ValueError(
-                "deterministic and share_by_speed on contradict each other: "
-                "each run measures the speeds anew; "
-                "leave one out"
-            )
-
-    def _paths(self) -> dict[str, Path | str | None]:
-        """Return the settings that are, or may be, paths."""
-        sections = [getattr(self, f.name) for f in fields(self) if f.name != "task"]
-        paths = {
-            f.name: value
-            for section in sections
-            for f in fields(section)
-            if isinstance(value := getattr(section, f.name), Path)
-        }
-        return paths | {"resume": self.checkpoint.resume, "placement": self.parallel.placement}
 
     @classmethod
     def of(cls, **settings: Any) -> Config:
@@ -233,6 +218,11 @@ class Config:
         object.__setattr__(changed, "_given", self.given | settings.keys())
         return changed
 
+    def value_of(self, name: str) -> Any:
+        """Return the value of a setting by its flat name."""
+        section = flat_names()[name]
+        return getattr(getattr(self, section) if section else self, name)
+
     @property
     def given(self) -> frozenset[str]:
         """The names that ``of`` and ``but`` were called with, also those with the default's value."""
@@ -253,6 +243,15 @@ def flat_names() -> Mapping[str, str]:
     for section, kind in section_types().items():
         names |= {f.name: section for f in fields(kind)}
     return names
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    """Return the default of each setting, by its flat name."""
+    defaults = {"task": Config.task}
+    for kind in section_types().values():
+        defaults |= {f.name: f.default for f in fields(kind)}
+    return defaults
 
 
 @cache

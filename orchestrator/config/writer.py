@@ -6,9 +6,8 @@ from __future__ import annotations
 import ast
 import glob
 import inspect
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,14 @@ from orchestrator.config.sections.parallel import PLACEMENTS
 from orchestrator.config.settings import Config, flat_names, section_types
 from orchestrator.redaction import Secrets, mask, mask_tree
 from orchestrator.storage.address import as_url, location_text
+from orchestrator.storage.local_files import write_whole
 
 
-def write_file(
-    resolved: Resolved, path: Path, comments: Mapping[str, str] | None = None, secrets: Secrets = ()
-) -> None:
+def write_file(resolved: Resolved, path: Path, secrets: Secrets = ()) -> None:
     """Write the whole config as YAML. It reads back to the same config, except for masked secrets.
 
     A kill leaves the whole file or none: a resumed run takes its settings from it."""
-    partial = path.with_name(f".{path.name}.writing")
-    partial.unlink(missing_ok=True)
-    # Mode "x" never writes through a link that someone placed under this name.
-    with partial.open("x", encoding="utf-8") as file:
-        file.write(dump(resolved, comments, secrets))
-    os.replace(partial, path)
+    write_whole(path, dump(resolved, secrets=secrets))
 
 
 def dump(resolved: Resolved, comments: Mapping[str, str] | None = None, secrets: Secrets = ()) -> str:
@@ -84,31 +77,20 @@ def _to_json(value: Any) -> Any:
 def with_absolute_paths(config: Config, folder: Path) -> Config:
     """Return the config with relative paths taken from ``folder``: workers may have another
     working folder."""
-    changes: dict[str, Any] = {}
-    for section in section_types():
-        settings: Any = getattr(config, section)
-        values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-        paths = {name: _absolute(value, folder) for name, value in values.items() if isinstance(value, Path)}
-        if paths:
-            changes[section] = replace(settings, **paths)
-    config = _with_absolute_inputs(replace(config, **changes), folder)
-    # Two settings are a word or a path, and therefore declared as text.
-    if config.checkpoint.resume not in (None, "auto"):
-        config = config.but(resume=str(_absolute(str(config.checkpoint.resume), folder)))
-    placement = config.parallel.placement
-    return config if placement in PLACEMENTS else config.but(placement=str(_absolute(placement, folder)))
-
-
-def _with_absolute_inputs(config: Config, folder: Path) -> Config:
-    """Take the model and the documents of the task lm from ``folder``, unless they are ids on the hub."""
-    model, data = config.model, config.data
-    if model.model is not None:
-        model = replace(model, model=_absolute_input(model.model, folder))
-    documents: dict[str, Any] = {
-        name: tuple(_absolute_input(location, folder) for location in getattr(data, name))
-        for name in ("data", "validation_data")
+    values = {name: config.value_of(name) for name in flat_names()}
+    changes: dict[str, Any] = {
+        name: _absolute(value, folder) for name, value in values.items() if isinstance(value, Path)
     }
-    return replace(config, model=model, data=replace(data, **documents))
+    # Two settings are a word or a path, and therefore declared as text.
+    for name, words in (("resume", (None, "auto")), ("placement", PLACEMENTS)):
+        if values[name] not in words:
+            changes[name] = str(_absolute(values[name], folder))
+    # The model and the documents of the task lm, unless they are ids on the hub.
+    if config.model.model is not None:
+        changes["model"] = _absolute_input(config.model.model, folder)
+    for name in ("data", "validation_data"):
+        changes[name] = tuple(_absolute_input(location, folder) for location in values[name])
+    return config.but(**changes)
 
 
 def _absolute_input(location: str, folder: Path) -> str:

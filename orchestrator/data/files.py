@@ -1,4 +1,5 @@
-"""Files of data, local or remote: found by name, by pattern or by folder, and opened for reading."""
+"""Files of data, local or remote: found by name, by pattern or by folder, opened for reading, and
+mapped into memory where they hold tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from orchestrator.errors import UserError
 from orchestrator.storage.address import as_url
-from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
+from orchestrator.storage.folder import RemoteError, open_folder, open_parent
 
 _WILDCARDS = "*?["
 Files = str | Path | Sequence[str | Path]
@@ -48,7 +51,7 @@ def open_data_file(file: str) -> Any:
         if url is None:
             opened: Any = Path(file).open("rb")  # noqa: SIM115
         else:
-            parent, name = _split(url)
+            parent, name = open_parent("data", url)
             opened = parent.open(name)
         # Offsets are those of the text inside; a seek reads up to them.
         return gzip.open(opened, "rb") if file.endswith(".gz") else opened
@@ -63,7 +66,7 @@ def data_file_version(file: str) -> str:
         if url is None:
             status = Path(file).stat()
             return f"{status.st_size} {status.st_mtime_ns}"
-        parent, name = _split(url)
+        parent, name = open_parent("data", url)
         return parent.version(name)
     except (OSError, RemoteError) as error:
         raise UserError(f"cannot read the data file {file}: {_reason(error)}") from None
@@ -97,7 +100,7 @@ def _find_remote(entry: str, suffixes: tuple[str, ...]) -> list[str]:
     try:
         if is_pattern(url):
             return _matching(url)
-        parent, name = _split(url)
+        parent, name = open_parent("data", url)
         with suppress(RemoteError):
             if name and parent.read(name, 1) is not None:
                 return [url]
@@ -115,16 +118,26 @@ def _matching(url: str) -> list[str]:
     return sorted(f"{root}/{file}" for file in folder.files() if fnmatch(f"{root}/{file}", url))
 
 
-def _split(url: str) -> tuple[RemoteFolder, str]:
-    parent, _, name = url.rpartition("/")
-    if parent.endswith(":/"):
-        return open_folder("data", url), ""
-    return open_folder("data", parent), name
-
-
 def _of_kind(files: Iterable[str], suffixes: tuple[str, ...]) -> list[str]:
     return sorted(file for file in files if file.endswith(suffixes))
 
 
 def _reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def map_tokens(file: Path, dtype: str) -> np.ndarray:
+    """Map the tokens of a file. ``dtype`` is that of a ``.bin`` file; a ``.npy`` file tells its own.
+
+    Raises ``UserError`` if the file holds something else."""
+    try:
+        if file.suffix != ".npy":
+            return np.memmap(file, dtype=dtype, mode="r")
+        tokens = np.lib.format.open_memmap(file, mode="r")  # refuses pickled objects
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the tokens of {file} as {dtype}: {error}") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        raise UserError(
+            f"{file} holds {tokens.dtype} of shape {tokens.shape}; one row of whole numbers was needed"
+        )
+    return tokens

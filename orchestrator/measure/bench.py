@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from orchestrator.config.settings import Config
-from orchestrator.measure.timed_steps import StepRunner, Summary, ignore_events, phase_seconds
+from orchestrator.measure.timed_steps import StepRunner, Summary, phase_seconds
 from orchestrator.plan.planning import Plan
+from orchestrator.record.files.log import ignore_event
 from orchestrator.tasks.task import Task
 from orchestrator.train.data.steps import as_dataset
 from orchestrator.train.device.memory import free_cached, peak_memory, reset_peak
@@ -61,7 +62,7 @@ def measure(config: Config, plan: Plan, task: Task, iterations: int) -> BenchRes
 def _build_runner(config: Config, plan: Plan, task: Task, world: World) -> StepRunner:
     batch_size = plan.batch_size.value
     parts = build_parts(config, plan, task, world)
-    stepper = build_stepper(config, world, parts, batch_size, ignore_events)
+    stepper = build_stepper(config, world, parts, batch_size, ignore_event)
     return StepRunner(stepper, first_batch(as_dataset(task.train_data()), world, batch_size))
 
 

@@ -1,4 +1,4 @@
-"""Timed training steps: the one definition of warm-up, blocks of steps, median and spread.
+"""Timed training steps: the one definition of warm-up, blocks of steps, median, spread and throughput.
 
 Every time ends when the device has finished (``train/device/timing``). Benches, calibration and
 trials build on the functions below.
@@ -6,30 +6,36 @@ trials build on the functions below.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import torch
+from scipy.special import stdtrit
 from torch import nn
 
 from orchestrator.config.settings import Config
 from orchestrator.plan.planning import Plan
+from orchestrator.record.files.log import ignore_event
 from orchestrator.tasks.task import Task
 from orchestrator.train.data.loading import LoaderOptions
 from orchestrator.train.data.opening import open_feed
-from orchestrator.train.data.steps import MicroBatch, StepBatch
+from orchestrator.train.data.steps import StepBatch
 from orchestrator.train.device.clock import PhaseClock, synchronize, timed_seconds
 from orchestrator.train.group.world import World
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker.build_model import build_parts, build_stepper
+from orchestrator.train.worker.placed_experts import PlacedExperts
 
 WARM_UP_STEPS = 4
 """First steps are slower than the rest: caches are cold, the allocator grows, a compiler runs."""
 _GPU_BLOCK_STEPS = 4  # in a run the host is ahead of a GPU, so steps are not timed one by one
+_MAX_BLOCKS = 16
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,8 @@ def build_step_runner(
     host_of: Sequence[Sequence[int]] | None = None,
 ) -> StepRunner:
     """Build a runner of the plan's accumulation steps; ``micro_batch`` is per worker."""
-    groups = plan.expert_replicas.value
-    parts = build_parts(config, plan, task, world, host_of=host_of, groups=groups)
+    experts = PlacedExperts(host_of=host_of, groups=plan.expert_replicas.value)
+    parts = build_parts(config, plan, task, world, experts=experts)
     feed = open_feed(
         task.train_data(),
         world,
@@ -66,12 +72,8 @@ def build_step_runner(
         seed=0,
         loader=LoaderOptions(),
     )
-    stepper = build_stepper(config, world, parts, micro_batch, ignore_events)
+    stepper = build_stepper(config, world, parts, micro_batch, ignore_event)
     return StepRunner(stepper, _on_device(next(feed.steps(0))))
-
-
-def ignore_events(*_: Any, **__: Any) -> None:
-    """Drop the events of a stepper whose run is not recorded."""
 
 
 def _on_device(batch: StepBatch) -> StepBatch:
@@ -79,10 +81,8 @@ def _on_device(batch: StepBatch) -> StepBatch:
     loaded = []
     for micro in batch.micro_batches:
         values = micro.fetch()
-        loaded.append(
-            MicroBatch(micro.num_samples, lambda values=values: values, micro.first_sample, micro.num_dummies)
-        )
-    return StepBatch(loaded, batch.global_samples, batch.all_have_samples)
+        loaded.append(replace(micro, fetch=lambda values=values: values))
+    return replace(batch, micro_batches=loaded)
 
 
 @dataclass(frozen=True)
@@ -192,3 +192,44 @@ class _SynchronizedClock(PhaseClock):
         for phase, seconds in (self._step | {"total": total}).items():
             self.seconds.setdefault(phase, []).append(seconds)
         return total
+
+
+# --- throughput
+
+
+@dataclass(frozen=True)
+class TimedBlock:
+    """Consecutive steps that were timed together."""
+
+    seconds: float
+    steps: int
+    samples: int
+
+
+def rate_of(blocks: Sequence[TimedBlock]) -> tuple[float, float]:
+    """Return samples per second, and half the width of their confidence interval as a share of
+    them.
+
+    The rate is a ratio of two sums, because the last step of an epoch may have fewer samples. Of
+    many blocks, neighbours are joined: a disturbance lasts longer than one block, and an interval
+    from correlated blocks would be too narrow.
+    """
+    while len(blocks) > _MAX_BLOCKS:
+        blocks = [_joined(blocks[first : first + 2]) for first in range(0, len(blocks), 2)]
+    seconds = sum(block.seconds for block in blocks)
+    samples = sum(block.samples for block in blocks)
+    number = len(blocks)
+    rate = samples / seconds
+    if number < 2:
+        return rate, math.inf
+    variance = sum((block.samples - rate * block.seconds) ** 2 for block in blocks) / (number - 1)
+    quantile = float(stdtrit(number - 1, (1 + _CONFIDENCE) / 2))  # of Student's t
+    return rate, quantile * math.sqrt(variance / number) / (seconds / number) / rate
+
+
+def _joined(blocks: Sequence[TimedBlock]) -> TimedBlock:
+    return TimedBlock(
+        seconds=sum(block.seconds for block in blocks),
+        steps=sum(block.steps for block in blocks),
+        samples=sum(block.samples for block in blocks),
+    )

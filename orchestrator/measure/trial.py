@@ -16,10 +16,10 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import TrainingFailed, UserError
-from orchestrator.measure.throughput import TimedBlock, rate_of
-from orchestrator.measure.timed_steps import WARM_UP_STEPS, block_seconds
+from orchestrator.measure.timed_steps import WARM_UP_STEPS, TimedBlock, block_seconds, rate_of
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan
+from orchestrator.record.events.kinds import Compile, Event, OutOfMemory
 from orchestrator.tasks.task import Task
 from orchestrator.train.data.steps import Feed, StepBatch
 from orchestrator.train.device.memory import free_cached, peak_memory, reset_peak
@@ -29,6 +29,7 @@ from orchestrator.train.strategies.placement import decide_placement
 from orchestrator.train.strategies.shares import assign_shares
 from orchestrator.train.worker.build import build_evaluation, build_feed, check_has_metric
 from orchestrator.train.worker.build_model import ModelParts, build_parts, build_stepper
+from orchestrator.train.worker.placed_experts import ON_ONE_HOST, PlacedExperts
 from orchestrator.train.worker.torch_settings import preserved_random_state, torch_settings
 
 TARGET_INTERVAL = 0.03  # half the width of the confidence interval, as a share of the throughput
@@ -80,12 +81,13 @@ def open_trial(
     try:
         with preserved_random_state(), torch_settings(config, plan, world.device):
             reset_peak(world.device)
-            host_of = None
-            groups = plan.expert_replicas.value
+            experts = ON_ONE_HOST
             if plan.strategy_facts.divides_experts:
-                host_of = decide_placement(config, plan, facts, world, {}, [], groups=groups).host_of
+                groups = plan.expert_replicas.value
+                decision = decide_placement(config, plan, facts, world, {}, [], groups=groups)
+                experts = PlacedExperts.by(decision)
             world = assign_shares(config, plan, world, {})[0]
-            parts = build_parts(config, plan, task, world, _refuse_degraded_steps, host_of, groups=groups)
+            parts = build_parts(config, plan, task, world, _refuse_degraded_steps, experts)
             feed = build_feed(config, plan, task, world)
             yield ThroughputTrial(config, plan, task, world, parts, feed, limits)
     finally:
@@ -98,13 +100,13 @@ def open_trial(
         free_cached(world.device)
 
 
-def _refuse_degraded_steps(event: str, **fields: object) -> None:
+def _refuse_degraded_steps(event: Event) -> None:
     """End the trial if a step would continue in halves or uncompiled: its speed is not that of the
     configuration."""
-    if event == "oom":
-        raise torch.OutOfMemoryError(f"out of memory with a micro-batch of {fields['micro_batch']}")
-    if event == "compile" and fields["status"] == "failed":
-        raise TrainingFailed(f"does not compile: {fields['detail']}")
+    if isinstance(event, OutOfMemory):
+        raise torch.OutOfMemoryError(f"out of memory with a micro-batch of {event.micro_batch}")
+    if isinstance(event, Compile) and event.status == "failed":
+        raise TrainingFailed(f"does not compile: {event.detail}")
 
 
 class ThroughputTrial:

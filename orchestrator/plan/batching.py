@@ -25,6 +25,10 @@ _GB = 10**9  # decimal, as memory is sold: torch reports some 9.8 GiB for a card
 _CPU_START = (64, 1)
 _DEBUG_BATCH = 4
 _PLAIN_BATCH = 32
+_MAX_EXACT_PARTS = 4096
+"""The most micro-batches of a reproducible step: the integers of its sums have 64 bits."""
+_REPRODUCIBLE_PARTS = 8
+"""Micro-batches of a reproducible step by default: up to eight workers have some."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class _MemoryBudget:
         )
 
     def largest(self, max_micro_batch: int, recompute: bool) -> int:
-        return largest_fitting(lambda size: self.needed(size, recompute), max_micro_batch)
+        return largest_fitting(lambda size: self.needed(size, recompute).fits, max_micro_batch)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def plan_batches(
     """
     known = measured or {}
     sharding = sharding or ModelSharding()
-    workers = sharding.data_ranks
+    # The sizes of a reproducible run do not depend on its workers.
+    workers = 1 if config.run.reproducible else sharding.data_ranks
     starting, per_device = _starting(gpu_memory)
     step = _step_samples(config, facts, per_device, workers, known)
     budget = _MemoryBudget(facts, limit_bytes, sharding, _single_pass_from(config, step))
@@ -103,7 +108,8 @@ def plan_batches(
     global_batch = _global_batch(config, facts, batch.value, step)
     if global_batch.value < workers:
         raise UserError(_too_few_samples(workers, global_batch, facts))
-    accumulation = _accumulation(config, batch.value, global_batch.value, workers)
+    _check_exact_parts(config, batch.value, global_batch.value)
+    accumulation = _accumulation(config, batch.value, global_batch.value, sharding.data_ranks)
     single_pass = accumulation.value == 1
     memory = estimate_memory(facts, batch.value, recompute.value, limit_bytes, sharding, single_pass)
     if not memory.fits:
@@ -116,6 +122,25 @@ def plan_batches(
         _evaluation(config, facts, batch.value, workers, memory.fits),
         recompute,
     )
+
+
+def _parts(config: Config) -> int | None:
+    """Return the micro-batches of a step; None if the plan is free to choose them."""
+    if config.batch.accumulation_steps or not config.run.reproducible:
+        return config.batch.accumulation_steps
+    sizes = (config.batch.batch_size, config.batch.global_batch_size)
+    return None if all(sizes) else _REPRODUCIBLE_PARTS
+
+
+def _check_exact_parts(config: Config, batch: int, global_batch: int) -> None:
+    """Raise UserError if the exact sums of a reproducible step could overflow."""
+    parts = -(-global_batch // batch)
+    if config.run.reproducible and parts > _MAX_EXACT_PARTS:
+        raise UserError(
+            f"{global_batch} samples in micro-batches of {batch} are {parts} micro-batches; the exact sums "
+            f"of --reproducible take at most {_MAX_EXACT_PARTS}. Raise --batch-size, or lower "
+            "--global-batch-size"
+        )
 
 
 def _too_few_samples(workers: int, global_batch: Choice[int], facts: ModelFacts) -> str:
@@ -148,7 +173,7 @@ def _step_samples(
     """Return the samples of a step: set by a flag, by the run that is resumed, or by the starting
     values."""
     settings = config.batch
-    accumulation = settings.accumulation_steps or 1
+    accumulation = _parts(config) or 1
     fixed_by: str | None = None
     if settings.global_batch_size and not config.run.debug:
         samples = settings.global_batch_size
@@ -173,7 +198,7 @@ def _step_samples(
 
 def _single_pass_from(config: Config, step: _StepSamples) -> float:
     """Return the samples of a micro-batch from which on a step is one pass."""
-    if (config.batch.accumulation_steps or 1) > 1:
+    if (_parts(config) or 1) > 1:
         return math.inf
     if config.batch.batch_size == "auto" and not step.fixed_by:
         return 1  # a step is one measured batch
@@ -210,7 +235,7 @@ def _batch_size(
 ) -> Choice[int]:
     """Choose the samples of a micro-batch on one worker."""
     setting = config.batch.batch_size
-    accumulation = config.batch.accumulation_steps
+    accumulation = _parts(config)
     if "batch_size" in known:
         # The global batch follows a measured batch, unless something fixes it.
         measured = known["batch_size"]
@@ -225,6 +250,10 @@ def _batch_size(
         reason = "batch_size of the DataLoader; --batch-size and --global-batch-size replace it"
         return Choice(min(budget.facts.loader_batch, step.share), reason)
     share = -(-step.share // accumulation) if accumulation else step.share
+    if config.run.reproducible and accumulation:
+        # Not by the memory: what fits depends on the experts of a worker, and so on the workers.
+        reason = f"{step.samples} samples are cut into {accumulation} micro-batches, on any number of workers"
+        return Choice(share, reason)
     if accumulation and config.batch.global_batch_size:
         among = f" on each of {step.workers} workers" if step.workers > 1 else ""
         reason = (
@@ -271,7 +300,7 @@ def _estimated_batch(budget: _MemoryBudget, share: int, recompute: bool) -> Choi
         return Choice(size, reason)
     reason = f"it needs {bytes_text(needed.total)} of the usable {usable}, by the estimate"
     if size == share:
-        return Choice(size, f"one micro-batch holds all {share} samples: {reason}")
+        return Choice(size, f"all {share} samples fit at once: {reason}")
     twice = min(share, size * 2)
     too_much = bytes_text(budget.needed(twice, recompute).total)
     return Choice(size, reason, (Rejected(str(twice), f"would need {too_much}"),))
@@ -286,7 +315,9 @@ def _accumulation(config: Config, batch: int, global_batch: int, workers: int) -
     else:
         reason = f"{global_batch} samples take {micro_batches} micro-batches of {size}"
     setting = config.batch.accumulation_steps
-    if setting == micro_batches:
+    if config.run.reproducible:
+        reason = f"{-(-global_batch // batch)} micro-batches of {batch}, each computed whole by one worker"
+    elif setting == micro_batches:
         reason = f"set by --accumulation-steps {setting}"
     elif setting:
         reason = f"{reason}, instead of --accumulation-steps {setting}"
@@ -298,7 +329,7 @@ def _global_batch(config: Config, facts: ModelFacts, batch: int, step: _StepSamp
         return Choice(step.samples, step.fixed_by + step.cut)
     workers = step.workers
     times_workers = f" × {workers} workers" if workers > 1 else ""
-    accumulation = config.batch.accumulation_steps
+    accumulation = _parts(config) if config.batch.batch_size else config.batch.accumulation_steps
     if accumulation:
         samples = batch * accumulation * workers
         reason = f"it is batch {batch} × accumulation {accumulation}{times_workers}"
@@ -315,7 +346,7 @@ def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int, fit
     """Choose the samples of a batch in evaluation; ``fits`` says whether a training batch fits."""
     if config.batch.eval_batch_size is not None:
         return Choice(config.batch.eval_batch_size, "set by --eval-batch-size")
-    if config.run.debug or not config.run.auto:
+    if config.run.debug or config.run.reproducible or not config.run.auto:
         return Choice(batch, "it is the training batch")
     if facts.validation_samples == 0:
         return Choice(1, f"{NOT_USED}there are no validation samples")

@@ -4,12 +4,13 @@ Pure."""
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.device import gpu_of
-from orchestrator.plan.estimate import ModelFacts
+from orchestrator.plan.estimate import ModelFacts, TrainedTensors
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.reasons import NO_AUTO, set_switch
@@ -37,6 +38,8 @@ _SHORTEST_STEP_S = 0.004  # the host launches some hundred kernels, however smal
 # On an H200, compiling took 20 s of a transformer's run and made its steps an eighth shorter.
 _COMPILE_PAYS_FROM_S = 300.0
 _BYTE_MOMENT = (1 + 4 / 256) / 4  # of an fp32 number: a byte, and a part of the scale of 256 of them
+_CODE_BLOCK = 256  # numbers of one scale
+_EXACT_BYTES = 8.0  # of an integer in the sums of --reproducible
 
 
 def choose_precision(config: Config, inventory: Inventory, device: str) -> Choice[PrecisionName]:
@@ -91,6 +94,17 @@ def check_fp8_model(facts: ModelFacts) -> None:
         )
 
 
+def check_short_weights(config: Config, facts: ModelFacts) -> None:
+    """Raise UserError where weights in bf16 cannot be trained."""
+    if not config.device.short_weights:
+        return
+    if facts.own_optimizer:
+        raise UserError(
+            "--weight-precision bf16 lets an optimizer update a part of the weights at a time, and the "
+            "task's own may look at all of them; leave the flag out, or build_optimizer of the task"
+        )
+
+
 def _cpu_precision(inventory: Inventory) -> Choice[PrecisionName]:
     if inventory.cpu_bf16:
         reason = "the CPU has bf16 units, but small models are seldom faster with them"
@@ -106,7 +120,7 @@ def choose_tf32(config: Config, inventory: Inventory, device: str) -> Choice[boo
     switch = set_switch(config.device.tf32, "--tf32")
     if switch is not None:
         return switch
-    if config.run.deterministic:
+    if config.run.repeats:
         return Choice(False, "deterministic mode turns it off")
     if not config.run.auto:
         return Choice(False, NO_AUTO)
@@ -123,7 +137,7 @@ def flops_per_second(gpu: Gpu) -> float:
 def choose_compile(
     config: Config,
     facts: ModelFacts,
-    model_is_divided: bool,
+    in_lockstep: bool,
     gpu: Gpu | None,
     flops: float,
     steps: int | None,
@@ -138,6 +152,9 @@ def choose_compile(
         return switch
     if not config.run.auto:
         return Choice(False, NO_AUTO)
+    if config.model.frozen_weights != "auto":
+        unpacked = f"frozen weights are unpacked by code that is not compiled ({config.model.frozen_weights})"
+        return Choice(False, unpacked)
     if gpu is None:
         return Choice(
             False, "it seldom pays on CPUs", (Rejected("on", "compiling takes longer than it saves"),)
@@ -145,12 +162,12 @@ def choose_compile(
     if gpu.capability < _COMPILE_CAPABILITY:
         no_compiler = f"there is no compiler for compute capability {gpu.capability[0]}"
         return Choice(False, no_compiler, (Rejected("on", "would fail"),))
-    if config.run.deterministic:
+    if config.run.repeats:
         other_order = "compiled code sums in another order"
         return Choice(False, "deterministic mode turns it off", (Rejected("on", other_order),))
-    if model_is_divided:
+    if in_lockstep:
         return Choice(
-            False, "the run would end if a part of the divided model did not compile; try --compile"
+            False, "the run would end if a part of the model did not compile on one worker; try --compile"
         )
     if steps is None:
         return Choice(False, "the number of steps is unknown; try --compile for a long run")
@@ -171,24 +188,61 @@ def choose_compile(
 
 def optimizer_moments(settings: OptimSettings, facts: ModelFacts) -> float:
     """Return the tensors that the optimizer keeps for each trained parameter, without an average."""
-    moments = 2.0
-    if not facts.own_optimizer and settings.optimizer == "adamw8bit":
-        moments = 2 * _BYTE_MOMENT
-    if not facts.own_optimizer and settings.optimizer == "sgd":
-        moments = float(settings.momentum_used > 0)
-    if not facts.own_optimizer and settings.optimizer == "muon":
-        # One for a matrix. That experts are matrices is known; the rest is counted as AdamW's.
-        moments -= facts.expert_parameters / max(1, facts.parameters)
-    return moments
+    if facts.own_optimizer or settings.optimizer == "adamw":
+        return 2.0
+    if settings.optimizer == "sgd":
+        return float(settings.momentum_used > 0)
+    if settings.optimizer == "muon":
+        return 1 + facts.adamw_parameters / max(1, facts.trainable)
+    tensors = (facts.dense_tensors, facts.expert_tensors)
+    kept = sum(each.sum(_coded_moments) for each in tensors)
+    return kept / max(1, facts.trainable) if kept else 2 * _BYTE_MOMENT
+
+
+def _coded_moments(shape: tuple[int, ...]) -> float:
+    """Return the size of both averages of AdamW in 8 bit, in numbers of four bytes."""
+    numbers = prod(shape)
+    return 2 * numbers if len(shape) < 2 else 2 * (numbers / 4 + _in_blocks(shape) / _CODE_BLOCK)
+
+
+def _in_blocks(shape: tuple[int, ...]) -> float:
+    """Return the numbers of a tensor whose rows are filled up to whole blocks of codes."""
+    return shape[0] * -(-prod(shape[1:]) // _CODE_BLOCK) * _CODE_BLOCK
+
+
+def _coding_numbers(shape: tuple[int, ...]) -> float:
+    """Return the numbers that AdamW in 8 bit holds at once for a tensor whose averages are coded again."""
+    numbers = prod(shape)
+    return 2 * numbers if len(shape) < 2 else 1.25 * numbers + 6.27 * _in_blocks(shape)
+
+
+def _muon_numbers(shape: tuple[int, ...]) -> float:
+    """Return the numbers that Muon's iteration holds at once for a matrix or a stack of experts."""
+    if len(shape) < 2:
+        return 0
+    *stack, rows, columns = shape
+    matrix = rows * columns
+    square = min(rows, columns) ** 2
+    return prod(stack) * max(5 * matrix + square, 3 * matrix + 4 * square)
+
+
+def _update_bytes(settings: OptimSettings, tensors: TrainedTensors) -> float:
+    """Return the bytes with which the optimizer updates the tensor that needs most."""
+    numbers = {"adamw8bit": _coding_numbers, "muon": _muon_numbers}.get(settings.optimizer)
+    return 4.0 * tensors.most(numbers) if numbers else 0.0
 
 
 def with_memory_settings(config: Config, facts: ModelFacts) -> ModelFacts:
     """Return the facts with the settings that take or save memory, whatever the device."""
     return replace(
         facts,
+        update_bytes=_update_bytes(config.optim, facts.dense_tensors),
+        expert_update_bytes=_update_bytes(config.optim, facts.expert_tensors),
         moments=optimizer_moments(config.optim, facts),
         averages=float(config.optim.ema_decay is not None),
         recomputes_experts=config.device.recompute_experts,
+        widened_bytes=2.0 if config.device.short_weights else 0.0,
+        gradient_bytes=_EXACT_BYTES if config.run.reproducible else facts.gradient_bytes,
     )
 
 
@@ -198,7 +252,13 @@ def with_weight_copies(
     """Return the facts with the copies in bf16 that AdamW keeps of large experts, in one process on a GPU."""
     fused = choose_fused_optimizer(config, facts, sharding="none").value
     writes_copies = config.optim.optimizer == "adamw" and fused
-    keeps_copies = workers == 1 and device != "cpu" and precision in BF16_PRECISIONS and writes_copies
+    keeps_copies = (
+        (workers == 1 or config.run.reproducible)
+        and device != "cpu"
+        and precision in BF16_PRECISIONS
+        and writes_copies
+        and not config.device.short_weights
+    )
     return replace(facts, copied_experts=facts.large_experts if keeps_copies else 0)
 
 
@@ -222,7 +282,7 @@ def choose_cudnn_benchmark(config: Config, device: str) -> Choice[bool]:
     switch = set_switch(config.device.cudnn_benchmark, "--cudnn-benchmark")
     if switch is not None:
         return switch
-    if config.run.deterministic:
+    if config.run.repeats:
         return Choice(False, "deterministic mode turns it off")
     if not config.run.auto:
         return Choice(False, NO_AUTO)

@@ -57,6 +57,10 @@ def _obstacle(config: Config, step: StepForm) -> str | None:
     """Return why steps cannot be captured, as far as the plan knows; None if they can."""
     if step.gpu is None:
         return "the device is the CPU"
+    if config.run.reproducible:
+        return "the host looks at the exact sums of each step (--reproducible)"
+    if config.device.short_weights:
+        return "a graph would repeat the random numbers of one step (--weight-precision bf16)"
     if step.workers > 1:
         return f"{step.workers} workers wait for each other in a step"
     if not step.fused_optimizer or config.optim.optimizer in ("muon", "adamw8bit"):
@@ -68,7 +72,7 @@ def _obstacle(config: Config, step: StepForm) -> str | None:
         return f"--compile-mode {config.device.compile_mode} captures graphs of its own"
     if step.evolves:
         return "the experts may change in training (--evolution off)"
-    if step.experts_in_loop:
+    if step.experts_in_loop or config.model.frozen_weights != "auto":
         return "the host counts the rows of each expert for the loop kernel"
     if config.model.lora_dropout:
         return "the dropout of adapters depends on the step"

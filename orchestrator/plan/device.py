@@ -12,7 +12,7 @@ from orchestrator.plan.workers import check_gpu_mode
 from orchestrator.strategies import StrategyFacts
 from orchestrator.types import GIB, Choice, Rejected, bytes_text
 
-_USABLE_RAM = 0.8  # share of the free RAM that the plan may use
+USABLE_RAM = 0.8  # share of the free RAM that the plan may use
 
 
 def choose_device(config: Config, inventory: Inventory) -> Choice[str]:
@@ -80,7 +80,7 @@ def usable_bytes(config: Config, inventory: Inventory, device: str, workers_on_n
     free RAM.
     """
     if device == "cpu":
-        return inventory.ram_free * _USABLE_RAM / workers_on_node
+        return inventory.ram_free * USABLE_RAM / workers_on_node
     gpu = gpu_of(inventory, device)
     return min(gpu.memory_total * config.batch.gpu_memory_fraction, gpu.memory_free)
 
@@ -95,8 +95,12 @@ def share_cores(inventory: Inventory, workers_on_node: int) -> Choice[int]:
     )
 
 
-def choose_threads(inventory: Inventory, strategy: StrategyFacts, cores: Choice[int]) -> Choice[int]:
+def choose_threads(
+    config: Config, inventory: Inventory, strategy: StrategyFacts, cores: Choice[int]
+) -> Choice[int]:
     """Choose a thread for each core of the worker, unless the user has set their number."""
+    if config.run.reproducible:
+        return Choice(1, "sums on several threads may depend on their number (--reproducible)")
     given = inventory.omp_threads
     if not strategy.in_process or given is None:
         return cores

@@ -3,24 +3,36 @@ runs. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from experts.copy_costs import held_bytes
-from orchestrator.types import MEMORY_PARTS
+from orchestrator.plan.pass_memory import Moment, PassMemory
+from orchestrator.types import MEMORY_PARTS, MIB
 
 ShardingForm = Literal["none", "zero2", "zero3", "experts"]
 
 _FP32_BYTES = 4
 _COPY_BYTES = 2  # of a weight in bf16
-# The backward pass needs the gradient of the largest activation, and half as much again for a copy
-# of it in another precision.
-_BACKWARD_FACTOR = 1.5
-# The token exchange holds a layer's rows to send and to receive, each about as large as the
-# largest activation. A token has at most one row for each of its experts, however many hosts there
-# are.
+_BUCKET_BYTES = 25 * MIB
+"""Of the gradients that workers reduce together."""
+# A token has at most one row for each of its experts, however many hosts there are.
 _EXCHANGE_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class TrainedTensors:
+    """The shapes of trained tensors, of the dense part or of stacks of experts, and how often each occurs."""
+
+    shapes: tuple[tuple[tuple[int, ...], int], ...] = ()
+
+    def most(self, numbers: Callable[[tuple[int, ...]], float]) -> float:
+        """Return the most numbers of a tensor: an update holds copies of one at a time."""
+        return max((numbers(shape) for shape, _ in self.shapes), default=0.0)
+
+    def sum(self, numbers: Callable[[tuple[int, ...]], float]) -> float:
+        return sum(times * numbers(shape) for shape, times in self.shapes)
 
 
 @dataclass(frozen=True)
@@ -37,18 +49,6 @@ class ModelFacts:
     blocks: int
     flops_per_sample: float
     """FLOP of one forward pass."""
-    activation_bytes: float
-    """Bytes per sample that are saved for the backward pass."""
-    activation_base: float
-    """Bytes saved for the backward pass whatever the batch size, such as low-precision copies of
-    weights."""
-    block_bytes: float
-    """The part of ``activation_bytes`` inside repeated blocks."""
-    block_input_bytes: float
-    """Bytes per sample that remain of ``block_bytes`` when blocks are recomputed: the blocks'
-    inputs."""
-    largest_bytes: float
-    """Bytes per sample of the largest single activation."""
     samples: int | None
     """Training samples; None if only reading them all would tell."""
     validation_samples: int | None
@@ -61,6 +61,16 @@ class ModelFacts:
     own_optimizer: bool
     method: str
     """How the facts were found, for people."""
+    passes: PassMemory = field(default_factory=PassMemory)
+    """What is alive in forward and backward passes."""
+    dense_tensors: TrainedTensors = field(default_factory=TrainedTensors)
+    expert_tensors: TrainedTensors = field(default_factory=TrainedTensors)
+    adamw_parameters: int = 0
+    """Trained parameters that Muon leaves to AdamW: embeddings, and all that is no matrix."""
+    update_bytes: float = 0.0
+    """Bytes beside state and gradients while the optimizer updates the weights, of the dense part."""
+    expert_update_bytes: float = 0.0
+    """The same while it updates a stack of experts."""
     expert_weights: tuple[tuple[int, ...], ...] = ()
     """Parameters of each expert, by MoE layer."""
     frozen_experts: int = 0
@@ -79,19 +89,21 @@ class ModelFacts:
     """Parameters that neither checkpoints nor snapshots hold: frozen weights beside adapters, which are in
     the files of their model."""
     weight_bytes: float = 4.0
-    """Bytes of a parameter, on average. Frozen weights may have two, others have four."""
+    """Bytes of a parameter, on average. Frozen weights may have two or a half, others have four."""
+    packed_expert_bytes: float | None = None
+    """Bytes of a parameter of experts, on average, where they are in 4 or 8 bits; None if they are not."""
+    unpacked_bytes: float = 0.0
+    """Bytes of the largest matrix in 4 or 8 bits while it is computed with."""
+    widened_bytes: float = 0.0
+    """Bytes that a parameter takes more where shards are gathered: those in bf16 are gathered as fp32."""
+    gradient_bytes: float = 4.0
+    """Bytes of the gradient of a trained parameter: exact sums are integers of eight."""
     outer_parameters: int = 0
     """Parameters outside the repeated blocks, those of embeddings and of the output."""
     moments: float = 2.0
     """Tensors of the optimizer's state for each trained parameter: AdamW has two."""
     averages: float = 0.0
     """Averages of the weights (EMA) for each trained parameter."""
-    expert_bytes: float = 0.0
-    """The part of ``activation_bytes`` inside experts, without their inputs."""
-    expert_input_bytes: float = 0.0
-    """Bytes per sample of inputs of experts that are saved only if the experts are recomputed."""
-    expert_base: float = 0.0
-    """The part of ``activation_base`` inside experts: copies of their weights for one pass."""
     recomputes_experts: bool = False
     """Whether experts are recomputed in the backward pass, where blocks are not."""
     large_experts: int = 0
@@ -107,6 +119,8 @@ class ModelFacts:
     """The processes of the user's DataLoader, if the data is one."""
     fp8_obstacle: str = ""
     """Why the experts cannot compute in fp8; empty if they can."""
+    changed_buffer: str = ""
+    """The first buffer of the model's state that a forward pass changes, by name; empty without any."""
     has_data_tasks: bool = False
     """Whether tasks of the cluster compute the data while it is read."""
 
@@ -120,7 +134,23 @@ class ModelFacts:
         """Bytes for each parameter of an expert: the weight and, if it is trained, its gradient, the
         optimizer's state and averages."""
         trained_share = self.trained_experts / max(1, self.expert_parameters)
-        return self.weight_bytes + _FP32_BYTES * (1 + self.moments + self.averages) * trained_share
+        state = self.gradient_bytes + _FP32_BYTES * (self.moments + self.averages)
+        return self.expert_weight_bytes + state * trained_share
+
+    @property
+    def expert_weight_bytes(self) -> float:
+        """Bytes of a parameter of experts, on average."""
+        return self.weight_bytes if self.packed_expert_bytes is None else self.packed_expert_bytes
+
+    @property
+    def dense_weight_bytes(self) -> float:
+        """Bytes of a parameter outside of experts, on average."""
+        dense = self.parameters - self.expert_parameters
+        if self.packed_expert_bytes is None or not dense:
+            return self.weight_bytes
+        return (
+            self.weight_bytes * self.parameters - self.packed_expert_bytes * self.expert_parameters
+        ) / dense
 
     def at_most(self, samples: int) -> int:
         """Return a number of samples, cut to those that the data is known to have."""
@@ -166,7 +196,8 @@ class ModelSharding:
     parameters too. ``experts``: each device has its own experts and a copy of the rest, the dense
     part, or a shard of it (``dense``). ``offload`` keeps the shards in host memory. ``primary`` gives
     the whole batch to the first worker. ``expert_replicas`` groups of workers each hold every expert;
-    ``copies`` says that experts have copies, or may get some.
+    ``copies`` says that experts have copies, or may get some, ``gradient_copies`` that whole models sum
+    copies of all gradients at once.
     """
 
     workers: int = 1
@@ -176,6 +207,7 @@ class ModelSharding:
     expert_replicas: int = 1
     copies: bool = False
     dense: ShardingForm = "none"
+    gradient_copies: bool = False
 
     @property
     def data_ranks(self) -> int:
@@ -199,44 +231,99 @@ def estimate_memory(
     gradients of copied weights then have the type of the copies, all others are fp32.
     """
     sharding = sharding or ModelSharding()
-    per_sample = facts.activation_bytes + _BACKWARD_FACTOR * facts.largest_bytes
-    weight_copies = weight_copy_bytes(facts.copied_experts)
-    # A kept copy takes the place of the copy of a pass.
-    expert_base = max(0.0, facts.expert_base - weight_copies)
-    base = facts.activation_base - facts.expert_base
-    if recompute and facts.blocks:
-        per_sample += facts.block_input_bytes + facts.block_bytes * (1 / facts.blocks - 1)
-        base = (base + expert_base) / facts.blocks
-    elif facts.recomputes_experts and not recompute and facts.moe_layers:
-        per_sample += facts.expert_input_bytes + facts.expert_bytes * (1 / facts.moe_layers - 1)
-        base += expert_base / facts.moe_layers
-    else:
-        base += expert_base
-    if sharding.form == "experts" and sharding.workers > 1:
-        per_sample += _EXCHANGE_FACTOR * facts.largest_bytes
-        # Low-precision copies of weights, for the most part: those of remote experts are elsewhere.
-        base *= _local_parameters(facts, sharding, facts.parameters, 0)[0].of(1.0) / max(1, facts.parameters)
     gate_trainable = min(facts.trainable, facts.gate_parameters)
     dense = _StateShares.of(sharding, facts)
     parameters, trainable = _local_parameters(
         facts, sharding, facts.parameters - facts.gate_parameters, facts.trainable - gate_trainable
     )
-    gate_state = gate_trainable * (dense.gradients + (facts.moments + facts.averages) * dense.moments)
-    short_gradients = saved_gradient_bytes(facts.copied_experts) if single_pass else 0.0
-    activations = base + per_sample * micro_batch
-    if sharding.copies:
-        # Gradients of copies are summed after the backward pass, which has freed its activations.
-        activations = max(activations, held_bytes(_FP32_BYTES * trainable.experts))
+    gates = _StateShares.of_gates(sharding, facts)
+    gate_moments = _FP32_BYTES * (facts.moments + facts.averages) * gates.moments
+    gate_state = gate_trainable * (facts.gradient_bytes * gates.gradients + gate_moments)
+    is_short = single_pass and facts.gradient_bytes == _FP32_BYTES
+    short_gradients = saved_gradient_bytes(facts.copied_experts) if is_short else 0.0
+    gradients = trainable.of(dense.gradients) * facts.gradient_bytes - short_gradients
+    gate_gradients = gate_trainable * facts.gradient_bytes * gates.gradients
+    expert_share = _expert_share(facts, sharding)
+    trained_experts = trainable.experts or dense.gradients * min(facts.trained_experts, trainable.dense)
+    expert_gradients = facts.gradient_bytes * trained_experts - short_gradients
+    peak = StepPeak(
+        facts.passes,
+        micro_batch,
+        sharding,
+        dense_gradients=gradients + gate_gradients - expert_gradients,
+        expert_gradients=expert_gradients,
+        expert_share=expert_share,
+        starts_empty=is_short,
+    )
+    form = facts.passes.form(recompute and facts.blocks > 0, facts.recomputes_experts)
+    moments = [_without_copies(facts, moment, form is facts.passes.saved) for moment in form]
+    activations = max(peak.of_passes(moments), peak.of_sums(), peak.of_update(facts)) + facts.unpacked_bytes
+    is_divided = bool(parameters.experts)
+    dense_bytes = facts.dense_weight_bytes if is_divided else facts.weight_bytes
     return MemoryEstimate(
-        parameters=parameters.of(dense.parameters) * facts.weight_bytes,
-        weight_copies=weight_copies,
-        gradients=trainable.of(dense.gradients) * _FP32_BYTES - short_gradients,
+        parameters=parameters.dense * (dense.parameters * dense_bytes + dense.gathered * facts.widened_bytes)
+        + parameters.experts * facts.expert_weight_bytes,
+        weight_copies=expert_share * weight_copy_bytes(facts.copied_experts),
+        gradients=gradients,
         optimizer=trainable.of(dense.moments) * _FP32_BYTES * facts.moments,
         average=trainable.of(dense.moments) * _FP32_BYTES * facts.averages,
         activations=activations,
-        gate=facts.gate_parameters * facts.weight_bytes * dense.parameters + gate_state * _FP32_BYTES,
+        gate=facts.gate_parameters * facts.weight_bytes * gates.parameters + gate_state,
         limit=limit_bytes,
     )
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """Bytes at the peaks of a step, beside the state and the gradients of all parameters."""
+
+    passes: PassMemory
+    samples: int
+    sharding: ModelSharding
+    dense_gradients: float
+    expert_gradients: float
+    expert_share: float
+    starts_empty: bool
+    """Whether a pass begins without gradients: it is the only one of a step."""
+
+    def of_passes(self, moments: Iterable[Moment]) -> float:
+        """Return the peak of forward and backward passes."""
+        return max(self._at(moment) for moment in moments)
+
+    def _at(self, moment: Moment) -> float:
+        alive = self.passes.alive(moment, self.samples, self.expert_share)
+        if self.sharding.form == "experts" and self.sharding.workers > 1:
+            alive += _EXCHANGE_FACTOR * moment.exchanged * self.samples
+        is_replicated = self.sharding.form == "none" and self.sharding.workers > 1
+        if not self.starts_empty or is_replicated or "zero" in self.sharding.form:
+            return alive
+        end = self.passes.end
+        dense = _share(moment.gradients, end.gradients) * self.dense_gradients
+        experts = _share(moment.expert_gradients, end.expert_gradients) * self.expert_gradients
+        return alive + dense + experts - self.dense_gradients - self.expert_gradients
+
+    def of_sums(self) -> float:
+        """Return the bytes of copies in which gradients are summed over the workers."""
+        sharding = self.sharding
+        if sharding.workers == 1:
+            return 0.0
+        at_end = self.passes.alive(self.passes.end, self.samples)
+        if sharding.form == "none":
+            gradients = self.dense_gradients + self.expert_gradients
+            return at_end + (gradients if sharding.gradient_copies else min(_BUCKET_BYTES, gradients))
+        if sharding.form != "experts":
+            return at_end
+        copies = held_bytes(self.expert_gradients) if sharding.copies else 0.0
+        return at_end + max(copies, self.dense_gradients if sharding.dense == "none" else 0.0)
+
+    def of_update(self, facts: ModelFacts) -> float:
+        """Return the bytes that the optimizer takes for the largest tensor."""
+        largest = max(facts.update_bytes, self.expert_share * facts.expert_update_bytes)
+        return self.passes.alive(self.passes.end, self.samples) + largest
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def weight_copy_bytes(copied: int) -> float:
@@ -273,13 +360,26 @@ def _local_parameters(
         return _LocalParameters(parameters, 0.0), _LocalParameters(trainable, 0.0)
     expert_parameters = min(facts.expert_parameters, parameters)
     dense_parameters = parameters - expert_parameters
-    hosts_of_group = max(1, sharding.workers // sharding.expert_replicas)
-    share = -(-facts.experts // hosts_of_group) / facts.experts
+    share = _expert_share(facts, sharding)
     trained_experts = min(facts.trained_experts, trainable)
     return (
         _LocalParameters(dense_parameters, expert_parameters * share),
         _LocalParameters(trainable - trained_experts, trained_experts * share),
     )
+
+
+def _expert_share(facts: ModelFacts, sharding: ModelSharding) -> float:
+    """Return the part of all experts on the host with the most."""
+    if sharding.form != "experts" or not facts.experts:
+        return 1.0
+    hosts_of_group = max(1, sharding.workers // sharding.expert_replicas)
+    return -(-facts.experts // hosts_of_group) / facts.experts
+
+
+def _without_copies(facts: ModelFacts, moment: Moment, saved: bool) -> Moment:
+    """Return a moment without casts of those weights that have a kept copy: of all layers, or of one."""
+    casts = weight_copy_bytes(facts.copied_experts) / (1 if saved else max(1, facts.moe_layers))
+    return moment._replace(expert_base=max(0.0, moment.expert_base - casts))
 
 
 @dataclass(frozen=True)
@@ -289,6 +389,8 @@ class _StateShares:
     parameters: float
     gradients: float
     moments: float
+    gathered: float = 0.0
+    """The part of ``parameters`` that is gathered from the shards of all workers."""
 
     @classmethod
     def of(cls, sharding: ModelSharding, facts: ModelFacts) -> _StateShares:
@@ -307,7 +409,12 @@ class _StateShares:
         outer = min(1.0, facts.outer_parameters / max(1, divided))
         whole = outer + (1 - outer) / max(1, facts.blocks)
         gathered = 1.0 if form == "zero2" else whole
-        return cls(shard + gathered, shard + whole, shard)
+        return cls(shard + gathered, shard + whole, shard, gathered)
+
+    @classmethod
+    def of_gates(cls, sharding: ModelSharding, facts: ModelFacts) -> _StateShares:
+        """Return the shares of the gates: expert hosts keep them whole."""
+        return cls(1.0, 1.0, 1.0) if sharding.form == "experts" else cls.of(sharding, facts)
 
 
 def flops_per_step(facts: ModelFacts, global_batch: int, recompute: bool) -> float:
@@ -316,18 +423,17 @@ def flops_per_step(facts: ModelFacts, global_batch: int, recompute: bool) -> flo
     return facts.flops_per_sample * global_batch * (4 if recompute else 3)
 
 
-def largest_fitting(estimate: Callable[[int], MemoryEstimate], max_micro_batch: int) -> int:
-    """Return the largest micro-batch up to ``max_micro_batch`` whose estimate fits; 0 if one
-    sample does not."""
+def largest_fitting(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest size up to ``most`` that fits, of a micro-batch or a sequence; 0 if 1 does not."""
     # First: one micro-batch with all samples of a step may need less than one with fewer.
-    if max_micro_batch > 0 and estimate(max_micro_batch).fits:
-        return max_micro_batch
-    fits = 0
-    too_large = max(1, max_micro_batch)
-    while too_large - fits > 1:
-        middle = (fits + too_large) // 2
-        if estimate(middle).fits:
-            fits = middle
+    if most > 0 and fits(most):
+        return most
+    fitting = 0
+    too_large = max(1, most)
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
+        if fits(middle):
+            fitting = middle
         else:
             too_large = middle
-    return fits
+    return fitting

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from experts.evolution.rules import EvolutionRules, Preset
 from orchestrator.config.sections.cross_checks import check_expert_limits, divides_experts
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.estimate import ModelFacts, ModelSharding
+from orchestrator.plan.estimate import ModelFacts, ModelSharding, largest_fitting
+from orchestrator.plan.pass_memory import Moment
 from orchestrator.plan.reasons import NO_AUTO, set_switch
 from orchestrator.plan.workers import one_sample_memory
 from orchestrator.types import NOT_USED, Choice, Rejected, bytes_text
@@ -73,9 +75,6 @@ def _choose_evolution(config: Config, facts: ModelFacts) -> Choice[Preset]:
     if config.evolution.expert_replicas > 1:
         in_one_group = Rejected(preset, "a newborn expert would be in one group alone")
         return Choice("off", "--expert-replicas keeps every expert in each group", (in_one_group,))
-    if config.optim.optimizer == "adamw8bit":
-        coded = Rejected(preset, "their averages add up in full precision only")
-        return Choice("off", "adamw8bit keeps the averages of experts in codes", (coded,))
     divided = divides_experts(config.parallel)
     if divided is not None:
         return Choice(
@@ -119,10 +118,17 @@ def grown(facts: ModelFacts, experts: int) -> ModelFacts:
         expert_parameters=facts.expert_parameters + new_weights,
         gate_parameters=facts.gate_parameters + new_gate,
         experts=experts,
-        # It is mostly copies of the weights in low precision.
-        activation_base=facts.activation_base * (1 + new_parameters / max(1, facts.parameters)),
-        expert_base=facts.expert_base * (1 + new_parameters / max(1, facts.parameters)),
+        # Mostly copies of weights in low precision, and gradients.
+        passes=facts.passes.changed(partial(_grown, factor=experts / facts.experts)),
+        expert_update_bytes=facts.expert_update_bytes * experts / facts.experts,
         large_experts=round(facts.large_experts * (1 + new_weights / max(1, facts.expert_parameters))),
+    )
+
+
+def _grown(moment: Moment, factor: float) -> Moment:
+    return moment._replace(
+        expert_base=factor * moment.expert_base,
+        expert_gradients=factor * moment.expert_gradients,
     )
 
 
@@ -160,14 +166,7 @@ def _fit_growth(
         step_fits = one_sample_memory(config, largest, limit_bytes, sharding).fits
         return step_fits and change_memory(config, largest, sharding) <= limit_bytes
 
-    fitting = facts.experts
-    too_many = rules.max_experts + 1
-    while too_many - fitting > 1:
-        middle = (fitting + too_many) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            too_many = middle
+    fitting = max(facts.experts, largest_fitting(fits, rules.max_experts))
     return replace(rules, max_experts=fitting)
 
 

@@ -32,33 +32,37 @@ def settle_strategy(
     strategy: Choice[StrategyName],
     workers: int,
     limit_bytes: float,
-    may_shard: bool,
+    on_gpu: bool,
+    evolves: bool = False,
 ) -> Choice[StrategyName]:
     """Decide between data-parallel and expert-parallel workers, now that the model is known.
 
-    Replicas are preferred if they fit, because they exchange no tokens. Otherwise the experts are
-    divided, if that helps more than sharding would, where workers ``may_shard``. Experts with a capacity
-    are always divided.
+    Replicas are preferred if they fit, because they exchange no tokens. Otherwise the experts are divided,
+    if that helps more than sharding would, which is for GPUs and a model that does not evolve (``evolves``).
+    Experts with a capacity are always divided.
     """
     divides_experts = STRATEGIES[strategy.value].divides_experts
+    is_live = config.parallel.recovery == "live"
     if divides_experts and not facts.experts:
         raise UserError(
             f"--parallel-strategy expert_parallel divides the experts of a model, and this model "
             f"has none: all "
             f"of its {count_text(facts.parameters)} parameters are dense. Use --parallel-strategy "
-            f"data_parallel, "
-            f"or add experts: --experts N for the built-in tasks, MoELayer (experts/moe/layer.py) in "
-            f"your own model"
+            "data_parallel, or also --recovery live, which replaces lost workers; or add experts: "
+            "--experts N for the built-in tasks, MoELayer (experts/moe/layer.py) in your own model"
         )
+    if is_live and not divides_experts:
+        return _divide_for_recovery(config, strategy) if facts.experts else strategy
     if not divides_experts and facts.limits_capacity and workers > 1:
         return _divide_for_capacity(config, strategy)
     if divides_experts or config.parallel.parallel_strategy != "auto":
         return strategy
-    why_not = _why_not_expert_parallel(config, facts, workers, limit_bytes, may_shard)
+    may_shard = on_gpu and not evolves
+    on_hosts = _on_hosts(config, facts, workers, limit_bytes, on_gpu)
+    why_not = _why_not_expert_parallel(config, facts, on_hosts, limit_bytes, may_shard)
     if why_not:
         return replace(strategy, rejected=(*strategy.rejected, Rejected(EXPERT_PARALLEL.name, why_not)))
     replica = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers))
-    on_hosts = _on_hosts(config, facts, workers, limit_bytes, may_shard)
     divided = one_sample_memory(config, facts, limit_bytes, on_hosts)
     reason = (
         f"{strategy.reason}; with divided experts one sample needs {bytes_text(divided.total)} "
@@ -71,13 +75,26 @@ def settle_strategy(
     return Choice(EXPERT_PARALLEL.name, reason, (data_parallel, *strategy.rejected))
 
 
+def _divide_for_recovery(config: Config, strategy: Choice[StrategyName]) -> Choice[StrategyName]:
+    """Divide the experts of a run with live recovery, or refuse where the settings ask for replicas."""
+    conflict = refused_setting(EXPERT_PARALLEL, config.parallel)
+    if config.parallel.parallel_strategy != "auto" or not config.run.auto or conflict:
+        raise UserError(
+            "--recovery live replaces data-parallel workers of dense models alone, and this model has "
+            "experts; their hosts recover live: use --parallel-strategy expert_parallel, or --recovery "
+            "restart"
+        )
+    restarted = Rejected(DATA_PARALLEL.name, "all its workers would restart from a checkpoint")
+    return Choice(EXPERT_PARALLEL.name, f"{strategy.reason}; hosts of experts recover live", (restarted,))
+
+
 def _divide_for_capacity(config: Config, strategy: Choice[StrategyName]) -> Choice[StrategyName]:
     """Divide experts that have a capacity, or refuse where the settings ask for replicas.
 
     The capacity is a share of the tokens of all workers. Expert hosts exchange their counts;
     data-parallel workers do not wait for each other in a layer."""
     own_tokens = "each worker would limit the experts by its own tokens, and drop others than one process"
-    conflict = refused_setting(EXPERT_PARALLEL, config.parallel, config.batch)
+    conflict = refused_setting(EXPERT_PARALLEL, config.parallel)
     if config.parallel.parallel_strategy != "auto" or not config.run.auto or conflict:
         needed_by = f", which {conflict[0]} needs" if conflict else ""
         raise UserError(
@@ -90,16 +107,19 @@ def _divide_for_capacity(config: Config, strategy: Choice[StrategyName]) -> Choi
 
 
 def _why_not_expert_parallel(
-    config: Config, facts: ModelFacts, workers: int, limit_bytes: float, may_shard: bool
+    config: Config, facts: ModelFacts, on_hosts: ModelSharding, limit_bytes: float, may_shard: bool
 ) -> str | None:
-    """Return why the plan does not divide the experts by itself; None if it does."""
+    """Return why the plan does not divide the experts by itself; None if it does.
+
+    ``may_shard`` says that workers with all experts may shard the model."""
+    workers = on_hosts.workers
     if not facts.experts:
         return "the model has no experts"
     if workers == 1:
         return "one worker would host all experts"
     if not config.run.auto:
         return "--no-auto does not choose it: set it with --parallel-strategy expert_parallel"
-    conflict = refused_setting(EXPERT_PARALLEL, config.parallel, config.batch)
+    conflict = refused_setting(EXPERT_PARALLEL, config.parallel)
     if conflict:
         return f"{conflict[0]} works with data_parallel only"
     usable = bytes_text(limit_bytes)
@@ -110,7 +130,6 @@ def _why_not_expert_parallel(
             f"a copy on every worker fits, without a token exchange: one sample needs {total} "
             f"of the usable {usable}"
         )
-    on_hosts = _on_hosts(config, facts, workers, limit_bytes, may_shard)
     divided = one_sample_memory(config, facts, limit_bytes, on_hosts)
     # The plan may shard the whole model instead, unless --sharding forbids it.
     alternative = replica
@@ -131,11 +150,11 @@ def divided_experts(config: Config, workers: int) -> ModelSharding:
 
 
 def _on_hosts(
-    config: Config, facts: ModelFacts, workers: int, limit_bytes: float, may_shard: bool
+    config: Config, facts: ModelFacts, workers: int, limit_bytes: float, on_gpu: bool
 ) -> ModelSharding:
     """Return the division of a model on expert hosts, with the dense part sharded if it must be."""
     on_hosts = divided_experts(config, workers)
-    dense = choose_dense_sharding(config, facts, on_hosts, limit_bytes, may_shard)
+    dense = choose_dense_sharding(config, facts, on_hosts, limit_bytes, on_gpu)
     return replace(on_hosts, dense=dense.value)
 
 
@@ -148,17 +167,22 @@ def why_unused(strategy: StrategyFacts, facts: ModelFacts) -> str | None:
 
 
 def unused_settings(config: Config, strategy: StrategyFacts, facts: ModelFacts) -> str | None:
-    """Return a message about given settings of expert parallelism that have no effect; None if
-    there are none."""
+    """Return a message about given settings of expert parallelism and live recovery that have no effect;
+    None if there are none."""
     unused = why_unused(strategy, facts)
     settings = settings_of_strategy(EXPERT_PARALLEL, config.parallel, config.evolution)
     given = [f"--{setting.replace('_', '-')} {value}" for setting, value in settings]
-    if config.parallel.spares:
-        given.append(f"--spares {config.parallel.spares}")
-    if not given or unused is None:
-        return None
-    instead = "; for several hosts add --parallel-strategy expert_parallel" if facts.experts else ""
-    return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} {unused}{instead}"
+    messages: list[str] = []
+    if given and unused is not None:
+        instead = "; for several hosts add --parallel-strategy expert_parallel" if facts.experts else ""
+        messages.append(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} {unused}{instead}")
+    if config.parallel.spares and not strategy.replaces_workers:
+        live = "--parallel-strategy expert_parallel" if facts.experts else "--recovery live"
+        messages.append(
+            f"--spares {config.parallel.spares} is {NOT_USED}standby hosts replace lost ones in live "
+            f"recovery alone; for that add {live}"
+        )
+    return "; ".join(messages) or None
 
 
 def choose_gate(config: Config, unused: str | None) -> Choice[str]:
@@ -199,6 +223,10 @@ def choose_chunks(
         return Choice(1, unused + (f", instead of --exchange-chunks {chunks}" if chunks else ""))
     if chunks:
         return Choice(chunks, f"set by --exchange-chunks {chunks}")
+    if config.run.reproducible:
+        return Choice(
+            1, "with --reproducible a chunk has the rows of some of the hosts, of any number of tokens"
+        )
     if workers == 1:
         return Choice(1, "one host exchanges no tokens")
     if not config.run.auto:

@@ -13,6 +13,7 @@ from orchestrator.errors import UserError
 from orchestrator.plan.batching import plan_batches
 from orchestrator.plan.compute import (
     check_fp8_model,
+    check_short_weights,
     choose_compile,
     choose_cudnn_benchmark,
     choose_fused_optimizer,
@@ -26,6 +27,7 @@ from orchestrator.plan.device import choose_threads, gpu_of, share_cores
 from orchestrator.plan.estimate import (
     MemoryEstimate,
     ModelFacts,
+    ModelSharding,
     ShardingForm,
     estimate_memory,
     flops_per_step,
@@ -40,6 +42,7 @@ from orchestrator.plan.experts import (
 )
 from orchestrator.plan.inventory.cluster import Cluster, chosen_gpus
 from orchestrator.plan.inventory.hardware import Inventory
+from orchestrator.plan.reproducible import check_reproducible_model
 from orchestrator.plan.schedule import (
     choose_data_on_device,
     choose_learning_rate,
@@ -49,7 +52,13 @@ from orchestrator.plan.schedule import (
     choose_total_steps,
     choose_warmup,
 )
-from orchestrator.plan.snapshots import NodeMemory, checkpoint_memory, choose_snapshots, snapshot_memory
+from orchestrator.plan.snapshots import (
+    NodeMemory,
+    checkpoint_memory,
+    choose_snapshots,
+    snapshot_memory,
+    why_no_snapshots,
+)
 from orchestrator.plan.worker_setup import WorkerSetup, single_process, worker_group
 from orchestrator.plan.workers import choose_strategy
 from orchestrator.strategies import STRATEGIES, StrategyFacts, StrategyName
@@ -96,6 +105,8 @@ class Plan:
     log_every: Choice[int]
     memory: MemoryEstimate
     flops_per_step: float
+    model_sharding: ModelSharding
+    """How the workers' devices divide the model, for further estimates of memory."""
     evolution_rules: EvolutionRules | None = None
     """When experts are born, merged and pruned; None if they stay as they are."""
 
@@ -149,6 +160,8 @@ def plan(
         if not joined:
             inventory = replace(inventory, gpus=chosen_gpus(inventory, config.parallel.devices))
         setup = worker_group(config, inventory, growth, strategy, cluster or Cluster.of(inventory))
+    if config.run.reproducible:
+        check_reproducible_model(facts, setup)
     growth = growth.within(config, facts, setup.limit_bytes, setup.model_sharding)
     return _complete_plan(config, inventory, measured, setup, growth)
 
@@ -189,6 +202,7 @@ def _complete_plan(
         check_fp8_model(growth.largest)
     facts = with_weight_copies(config, growth.largest, count, device, precision.value)
     strategy = STRATEGIES[setup.strategy.value]
+    check_short_weights(config, facts)
     model_sharding = setup.model_sharding
     gpu = gpu_of(inventory, device) if device != "cpu" else None
     gpu_memory = gpu.memory_total if gpu else None
@@ -198,13 +212,14 @@ def _complete_plan(
     steps = choose_total_steps(config, facts, batching)
     flops = flops_per_step(facts, batching.global_batch.value, recompute)
     cores = share_cores(inventory, setup.workers_on_node)
-    threads = choose_threads(inventory, strategy, cores)
+    threads = choose_threads(config, inventory, strategy, cores)
     loaders = choose_loader_workers(config, facts, device, cores)
     unused = why_unused(strategy, facts)
     # Under a primary gate the tokens of one data rank are spread over all hosts.
     tokens_per_host = batch * model_sharding.data_ranks * facts.units_per_sample // count
-    model_is_divided = strategy.divides_experts or setup.sharding.value != "none"
-    compilation = choose_compile(config, facts, model_is_divided, gpu, flops, steps.value)
+    # Hosts cannot go on uncompiled one by one: they wait for each other in every pass.
+    in_lockstep = strategy.replaces_workers or setup.sharding.value != "none"
+    compilation = choose_compile(config, facts, in_lockstep, gpu, flops, steps.value)
     if strategy.divides_experts and compilation.value and recompute:
         raise UserError(
             "--compile and recomputed activations do not go together on expert hosts, and activations are "
@@ -240,7 +255,7 @@ def _complete_plan(
         evolution=growth.evolution,
         rebalance=choose_rebalance(config, unused, count, growth.evolution.value),
         expert_replicas=choose_replicas(config, unused, count),
-        snapshots=_plan_snapshots(config, inventory, facts, setup, unused),
+        snapshots=_plan_snapshots(config, inventory, facts, setup),
         starting_batch=batching.starting,
         batch_size=batching.batch_size,
         accumulation_steps=batching.accumulation,
@@ -263,14 +278,16 @@ def _complete_plan(
             facts, batch, recompute, setup.limit_bytes, model_sharding, batching.accumulation.value == 1
         ),
         flops_per_step=flops,
+        model_sharding=model_sharding,
         evolution_rules=growth.rules,
     )
 
 
 def _plan_snapshots(
-    config: Config, inventory: Inventory, facts: ModelFacts, setup: WorkerSetup, unused: str | None
+    config: Config, inventory: Inventory, facts: ModelFacts, setup: WorkerSetup
 ) -> Choice[str]:
     """Choose whether the hosts keep snapshots in the memory of their nodes."""
+    strategy = STRATEGIES[setup.strategy.value]
     hosts = setup.workers.value
     hosts_on_node = setup.workers_on_node
     training_bytes = checkpoint_memory(facts, hosts, hosts_on_node)
@@ -278,5 +295,5 @@ def _plan_snapshots(
         one_sample = estimate_memory(facts, 1, False, None, setup.model_sharding)
         training_bytes += hosts_on_node * one_sample.total
     node = NodeMemory(inventory.ram_free, training_bytes, setup.object_store_bytes)
-    needed = snapshot_memory(facts, hosts, hosts_on_node)
-    return choose_snapshots(config, unused, needed, node, setup.sharding.value != "none")
+    needed = snapshot_memory(facts, hosts, hosts_on_node, setup.sharding.value != "none")
+    return choose_snapshots(config, why_no_snapshots(strategy), needed, node)

@@ -1,13 +1,14 @@
-"""Whether expert hosts keep snapshots of their state in memory, by the host memory of a node. Pure."""
+"""Whether hosts keep snapshots of their state in memory, by the host memory of a node. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from orchestrator.config.settings import Config
-from orchestrator.errors import ResourceError, UserError
+from orchestrator.errors import ResourceError
 from orchestrator.plan.estimate import ModelFacts
-from orchestrator.types import Choice, Rejected, bytes_text
+from orchestrator.strategies import StrategyFacts
+from orchestrator.types import NOT_USED, Choice, Rejected, bytes_text
 
 _FP32_BYTES = 4
 _BUFFERS = 2  # of each host: one is filled while the other is fetched
@@ -50,9 +51,13 @@ class SnapshotMemory:
         return self.buffers + self.object_store + self.backups
 
 
-def snapshot_memory(facts: ModelFacts, hosts: int, hosts_on_node: int) -> SnapshotMemory:
-    """Estimate the memory of snapshots: the state of the experts of a node, and the dense part once."""
-    one_set = _state_bytes(facts, hosts, hosts_on_node, dense_share=1.0)
+def snapshot_memory(
+    facts: ModelFacts, hosts: int, hosts_on_node: int, sharded: bool = False
+) -> SnapshotMemory:
+    """Estimate the memory of snapshots: the state of the experts of a node, and the dense part once, or the
+    shards of the node's hosts."""
+    dense_share = hosts_on_node / hosts if sharded else 1.0
+    one_set = _state_bytes(facts, hosts, hosts_on_node, dense_share)
     has_other_nodes = hosts > hosts_on_node
     return SnapshotMemory(_BUFFERS * one_set, _SETS * one_set, _SETS * one_set if has_other_nodes else 0.0)
 
@@ -75,17 +80,27 @@ def _state_bytes(facts: ModelFacts, hosts: int, hosts_on_node: int, dense_share:
     trained_share = facts.trainable / max(1, facts.parameters)
     saved_share = 1 - facts.unsaved / max(1, facts.parameters)
     state_of_trained = facts.moments + facts.averages
-    bytes_per_parameter = _FP32_BYTES * (saved_share + state_of_trained * trained_share)
+    # Beside frozen weights in a shorter type, which are not saved, adapters are in fp32.
+    weight_bytes = _FP32_BYTES if facts.unsaved else facts.weight_bytes
+    bytes_per_parameter = weight_bytes * saved_share + _FP32_BYTES * state_of_trained * trained_share
     return (expert_parameters + dense_share * dense_parameters) * bytes_per_parameter
 
 
+def why_no_snapshots(strategy: StrategyFacts) -> str | None:
+    """Return why workers of a strategy take no snapshots; None if they do."""
+    if strategy.replaces_workers:
+        return None
+    if strategy.in_process:
+        return f"{NOT_USED}one process has no peers that would outlive it"
+    return f"{NOT_USED}after a loss all workers restart from a checkpoint"
+
+
 def choose_snapshots(
-    config: Config, unused: str | None, needed: SnapshotMemory, node: NodeMemory, sharded: bool = False
+    config: Config, unused: str | None, needed: SnapshotMemory, node: NodeMemory
 ) -> Choice[str]:
     """Choose ``on``, ``without backups`` or ``off``.
 
-    A sharded dense part has none. If memory is short, backups on other nodes go first, then the
-    snapshots. An interval that the user
+    If memory is short, backups on other nodes go first, then the snapshots. An interval that the user
     set is refused instead of ignored."""
     every = config.checkpoint.snapshot_every
     if unused:
@@ -94,14 +109,6 @@ def choose_snapshots(
         return Choice("off", f"set by --snapshot-every 0: {_NO_SNAPSHOTS}")
     if every == "auto" and config.parallel.max_failures == 0:
         return Choice("off", "--max-failures 0 allows no recovery that would need them")
-    if sharded and every != "auto":
-        raise UserError(
-            f"--snapshot-every {every}: a snapshot holds the whole dense part, which this run shards. Use "
-            "--snapshot-every 0 to recover from checkpoints, or --sharding none"
-        )
-    if sharded:
-        whole = Rejected("on", "a snapshot holds the whole dense part, and the hosts have shards of it")
-        return Choice("off", _NO_SNAPSHOTS, (whole,))
     shortage = _shortage(needed, node, backups=False)
     if shortage and every != "auto":
         raise ResourceError(

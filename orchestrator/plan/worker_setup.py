@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from orchestrator.config.settings import Config
-from orchestrator.errors import UserError
-from orchestrator.plan.device import choose_device, choose_worker_device, usable_bytes
-from orchestrator.plan.estimate import ModelSharding, ShardingForm
-from orchestrator.plan.evolution import Growth
+from orchestrator.errors import ResourceError, UserError
+from orchestrator.plan.device import USABLE_RAM, choose_device, choose_worker_device, usable_bytes
+from orchestrator.plan.estimate import ModelFacts, ModelSharding, ShardingForm, estimate_memory
+from orchestrator.plan.evolution import Growth, choose_rebalance
 from orchestrator.plan.experts import divided_experts, settle_strategy
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.workers import (
     check_data_tasks,
-    check_whole_weights,
     choose_backend,
     choose_dense_sharding,
     choose_sharding,
     choose_workers,
     num_spares,
     uses_gpus,
+    whole_models,
 )
 from orchestrator.strategies import STRATEGIES, StrategyName
-from orchestrator.types import NOT_USED, Choice
+from orchestrator.types import NOT_USED, Choice, bytes_text
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,19 @@ def worker_group(
     workers_on_node = cluster.workers_on_node(count, uses_gpus(config, cluster))
     limit_bytes = usable_bytes(config, inventory, device.value, workers_on_node)
     # The strategy depends on the memory of a worker, which depends on the devices.
-    may_shard = on_gpu and not evolves
-    strategy = settle_strategy(config, facts, strategy, count, limit_bytes, may_shard)
+    strategy = settle_strategy(config, facts, strategy, count, limit_bytes, on_gpu, evolves)
     backend = choose_backend(config, on_gpu, count)
     if STRATEGIES[strategy.value].divides_experts:
         on_hosts = divided_experts(config, count)
-        sharding = choose_dense_sharding(config, facts, on_hosts, limit_bytes, may_shard)
-        copies = on_hosts.copies or (evolves and config.evolution.rebalance == "auto")
+        sharding = choose_dense_sharding(config, facts, on_hosts, limit_bytes, on_gpu)
+        moves = choose_rebalance(config, None, count, growth.evolution.value).value
+        copies = count > 1 and (on_hosts.expert_replicas > 1 or moves)
         model_sharding = replace(on_hosts, dense=sharding.value, copies=copies)
     else:
         sharding = choose_sharding(config, facts, count, limit_bytes, on_gpu, evolves)
-        model_sharding = ModelSharding(count, sharding.value, config.parallel.cpu_offload)
-    check_whole_weights(config, facts, sharding)
+        model_sharding = whole_models(config, count, sharding.value)
+    if model_sharding.offload:
+        _check_host_memory(facts, inventory, workers_on_node / count)
     return WorkerSetup(
         strategy,
         device,
@@ -102,3 +103,15 @@ def worker_group(
         limit_bytes,
         cluster.object_store,
     )
+
+
+def _check_host_memory(facts: ModelFacts, inventory: Inventory, share: float) -> None:
+    """Raise ResourceError if a node has too little memory for its share of offloaded state."""
+    whole = estimate_memory(facts, 1, False, None)
+    needed = (whole.total - whole.activations) * share
+    usable = inventory.ram_free * USABLE_RAM
+    if needed > usable:
+        raise ResourceError(
+            f"--cpu-offload keeps {bytes_text(needed)} of weights, gradients and optimizer state in the "
+            f"memory of a node, and {bytes_text(usable)} is usable there; add nodes, or leave it out"
+        )

@@ -3,6 +3,7 @@ the model. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from orchestrator.config.settings import Config
@@ -73,8 +74,11 @@ def workers_flag(config: Config) -> str | None:
     """Return the flag that demands several workers, or a cluster to run on; None if no flag
     does."""
     parallel = config.parallel
+    live = "--recovery live" if parallel.recovery == "live" else ""
     if parallel.parallel_strategy != "auto":
-        return f"--parallel-strategy {parallel.parallel_strategy}"
+        return f"--parallel-strategy {parallel.parallel_strategy} {live}".rstrip()
+    if live:
+        return live
     if isinstance(parallel.workers, int) and parallel.workers > 1:
         return f"--workers {parallel.workers}"
     if config.device.gpu_mode == "multi_gpu":
@@ -214,6 +218,13 @@ def choose_backend(config: Config, on_gpu: bool, workers: int) -> Choice[str]:
     return Choice("gloo", "the workers train on CPUs", (Rejected("nccl", "works between GPUs only"),))
 
 
+_PACKED_WHOLE: Choice[ShardingForm] = Choice(
+    "none",
+    "packed bytes are not divided among the workers",
+    (Rejected("zero2", "works with --frozen-weights auto"),),
+)
+
+
 def choose_sharding(
     config: Config, facts: ModelFacts, workers: int, limit_bytes: float, on_gpu: bool, evolves: bool = False
 ) -> Choice[ShardingForm]:
@@ -227,6 +238,8 @@ def choose_sharding(
     offload = config.parallel.cpu_offload
     if form != "auto":
         return Choice(form, f"set by --sharding {form}")
+    if config.model.frozen_weights != "auto":
+        return _PACKED_WHOLE
     if evolves:
         whole = Rejected("zero2", "divides the weights of experts; it needs --evolution off")
         return Choice("none", "evolution changes whole experts", (whole,))
@@ -237,7 +250,38 @@ def choose_sharding(
         return Choice("none", reason, (Rejected("zero2", "try --sharding zero2"),))
     if not config.run.auto and not offload:
         return Choice("none", NO_AUTO)
-    return _least_sharding(config, facts, workers, limit_bytes)
+    forms = _SHARDING_FORMS[1:] if offload else _SHARDING_FORMS
+    needed = {
+        each: one_sample_memory(config, facts, limit_bytes, whole_models(config, workers, each))
+        for each in forms
+    }
+    if "none" in needed and needed["none"].fits:
+        total = bytes_text(needed["none"].total)
+        reason = (
+            f"with a copy on every worker one sample needs {total} of the usable {bytes_text(limit_bytes)}"
+        )
+        zero2 = Rejected("zero2", "costs speed, and memory is not short")
+        zero3 = Rejected("zero3", "costs speed, and gathers the parameters in every pass")
+        return Choice("none", reason, (zero2, zero3))
+    why = "--cpu-offload needs shards" if offload else "a copy on every worker does not fit"
+    return _least_that_fits(needed, limit_bytes, why, "the finest sharding")
+
+
+def _least_that_fits(
+    needed: Mapping[ShardingForm, MemoryEstimate], limit_bytes: float, why: str, finest: str
+) -> Choice[ShardingForm]:
+    """Choose the least sharding with which one sample fits, which is the fastest; else the finest."""
+    fitting = [form for form in needed if needed[form].fits]
+    chosen: ShardingForm = fitting[0] if fitting else "zero3"
+    rejected = tuple(
+        Rejected(form, _why_not(form, chosen, needed[form])) for form in needed if form != chosen
+    )
+    total = bytes_text(needed[chosen].total)
+    usable = bytes_text(limit_bytes)
+    reason = f"{why}; one sample needs {total} of the usable {usable}"
+    if not needed[chosen].fits:
+        reason = f"{finest}: one sample needs {total}, more than the usable {usable}"
+    return Choice(chosen, reason, rejected)
 
 
 def choose_dense_sharding(
@@ -245,45 +289,27 @@ def choose_dense_sharding(
     facts: ModelFacts,
     on_hosts: ModelSharding,
     limit_bytes: float,
-    may_shard: bool,
+    on_gpu: bool,
 ) -> Choice[ShardingForm]:
     """Choose how expert hosts shard the dense part: the least that lets one sample fit.
 
-    ``on_hosts`` is the division of the experts; ``may_shard`` says that the plan may shard."""
+    ``on_hosts`` is the division of the experts. By itself the plan shards on GPUs alone."""
     form = config.parallel.sharding
     if form != "auto":
         return Choice(form, f"set by --sharding {form}: the dense part is sharded, experts are whole")
+    if config.model.frozen_weights != "auto":
+        return _PACKED_WHOLE
     whole = "the experts are divided among the hosts; the rest is whole on each"
-    if on_hosts.workers == 1 or not may_shard or not config.run.auto or facts.own_optimizer:
+    if on_hosts.workers == 1 or not on_gpu or not config.run.auto or facts.own_optimizer:
         return Choice("none", whole)
     needed = {
         each: one_sample_memory(config, facts, limit_bytes, replace(on_hosts, dense=each))
         for each in _SHARDING_FORMS
     }
-    usable = bytes_text(limit_bytes)
     if needed["none"].fits:
         return Choice("none", whole, (Rejected("zero2", "costs speed, and memory is not short"),))
-    fitting: list[ShardingForm] = [each for each in _SHARDING_FORMS if needed[each].fits]
-    chosen: ShardingForm = fitting[0] if fitting else "zero3"
-    rejected = tuple(
-        Rejected(each, _why_not(each, chosen, needed[each])) for each in _SHARDING_FORMS if each != chosen
-    )
-    total = bytes_text(needed[chosen].total)
-    reason = f"a whole dense part on every host does not fit; one sample needs {total} of the usable {usable}"
-    if not needed[chosen].fits:
-        reason = f"the finest sharding of the dense part: one sample needs {total}, usable are {usable}"
-    return Choice(chosen, reason, rejected)
-
-
-def check_whole_weights(config: Config, facts: ModelFacts, sharding: Choice[ShardingForm]) -> None:
-    """Raise UserError if the plan shards weights that the optimizer needs whole.
-
-    Sharding that is asked for is refused with the settings already."""
-    if sharding.value != "none" and config.optim.needs_whole_weights and not facts.own_optimizer:
-        raise UserError(
-            f"--optimizer {config.optim.optimizer} needs whole weights, and they have to be sharded "
-            f"({sharding.value}): {sharding.reason}; choose adamw, or give more memory"
-        )
+    why = "a whole dense part on every host does not fit"
+    return _least_that_fits(needed, limit_bytes, why, "the finest sharding of the dense part")
 
 
 def check_cpu(config: Config, on_gpu: bool) -> None:
@@ -311,32 +337,10 @@ def check_data_tasks(facts: ModelFacts, workers: int, cluster: Cluster, on_gpu: 
         )
 
 
-def _least_sharding(
-    config: Config, facts: ModelFacts, workers: int, limit_bytes: float
-) -> Choice[ShardingForm]:
-    offload = config.parallel.cpu_offload
-    forms = _SHARDING_FORMS[1:] if offload else _SHARDING_FORMS
-    needed = {
-        form: one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, form, offload))
-        for form in forms
-    }
-    usable = bytes_text(limit_bytes)
-    if "none" in needed and needed["none"].fits:
-        total = bytes_text(needed["none"].total)
-        reason = f"with a copy on every worker one sample needs {total} of the usable {usable}"
-        zero2 = Rejected("zero2", "costs speed, and memory is not short")
-        zero3 = Rejected("zero3", "costs speed, and gathers the parameters in every pass")
-        return Choice("none", reason, (zero2, zero3))
-    # From least to most sharding: the first form that fits is the fastest.
-    fitting: list[ShardingForm] = [form for form in forms if needed[form].fits]
-    chosen: ShardingForm = fitting[0] if fitting else "zero3"
-    rejected = tuple(Rejected(form, _why_not(form, chosen, needed[form])) for form in forms if form != chosen)
-    total = bytes_text(needed[chosen].total)
-    if not needed[chosen].fits:
-        reason = f"the finest sharding: one sample needs {total}, more than the usable {usable}"
-        return Choice(chosen, reason, rejected)
-    why = "--cpu-offload needs shards" if offload else "a copy on every worker does not fit"
-    return Choice(chosen, f"{why}; one sample needs {total} of the usable {usable}", rejected)
+def whole_models(config: Config, workers: int, form: ShardingForm) -> ModelSharding:
+    """Return how workers that each have the whole model, or shards of it, divide its state."""
+    copies = config.parallel.asked_strategy.copies_gradients or config.run.reproducible
+    return ModelSharding(workers, form, config.parallel.cpu_offload, gradient_copies=copies)
 
 
 def _why_not(form: ShardingForm, chosen: ShardingForm, needed: MemoryEstimate) -> str:

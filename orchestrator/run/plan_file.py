@@ -89,8 +89,9 @@ def read_earlier_plan(run_dir: Path) -> dict[str, Any]:
     """Return what an earlier start of this run chose or measured, and a later one keeps.
 
     The keys are ``batch_size``, ``global_batch_size``, ``eval_batch_size``, ``workers``,
-    ``device_speeds``, the ``placement`` of experts with the request and the hosts it was made for, and
-    ``asked``: the batch settings of that start. Empty if there is no plan, or if it is damaged."""
+    ``device_speeds``, the ``placement`` of experts with the request and the hosts it was made for,
+    ``halvings``, the failures for lack of memory after which the batch was measured, and ``asked``: the batch
+    settings of that start. Empty if there is no plan, or if it is damaged."""
     try:
         return _values_to_keep(json.loads(read_regular(run_dir / "plan.json")))
     except _DAMAGE_ERRORS:
@@ -120,6 +121,7 @@ def _values_to_keep(saved: dict[str, Any]) -> dict[str, Any]:
         "workers": int(choices["workers"]["value"]),
         "device_speeds": speeds,
         "asked": {entry["name"]: entry["value"] for entry in batch_settings},
+        "halvings": int(measured.get("halvings", 0)),
         "placement": measured.get("placement"),
         "placement_asked": measured.get("placement_asked"),
         "placement_hosts": measured.get("placement_hosts"),

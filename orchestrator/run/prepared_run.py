@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,18 @@ class SettingChange:
     def text(self) -> str:
         return f"{self.name} from {_shown(self.before)} to {_shown(self.now)} ({self.origin})"
 
-    def event(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def _shown(value: Any) -> str:
     return "unset" if value in (None, []) else str(value)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a run that is computed again, to be compared with the record."""
+
+    last_step: int
+    digest_steps: frozenset[int]
+    """The steps of which the record has digests."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ class PreparedRun:
     """Differences from the earlier start of a resumed run."""
     earlier: Path | None = None
     """The run folder of that start."""
+    stretch: Stretch | None = None
+    """What is computed again of an earlier run: nothing is saved, and the steps end there."""
     secrets: Secrets = field(default=(), repr=False)
     """Secrets of the driver's environment, which a worker's node may not have in its own."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.checkpoint.files import MANIFEST
+from orchestrator.checkpoint.files import is_checkpoint
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.config.reading.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names
@@ -20,9 +20,9 @@ from orchestrator.run.plan_file import CONFIG, START_ONLY, read_earlier_model, r
 from orchestrator.run.prepared_run import SettingChange
 from orchestrator.run.run_dir import check_links, downloaded_copy, given_location, named_folder
 from orchestrator.storage.local_files import open_regular
-from orchestrator.types import count_text
+from orchestrator.types import count_text, flag_of
 
-_NOT_TAKEN = START_ONLY | {"ray_address"}
+NOT_TAKEN = START_ONLY | {"ray_address"}
 """Settings never taken from a folder; a run shows the user's token to the cluster that it joins."""
 _CHECKPOINTS = "checkpoints"
 _MODEL_SECTIONS = ("", "model", "moe")
@@ -52,13 +52,13 @@ def resume_settings(resolved: Resolved, results: Path) -> ResumedSettings | None
     earlier = read_run_settings(folder)
     before = flat_values(earlier)
     given = {name for name, origin in resolved.origins.items() if origin != "default"}
-    _check_masked(before, given, folder)
+    check_masked(before, given | NOT_TAKEN, folder / CONFIG)
     now = flat_values(config)
-    merged = earlier.but(**{name: now[name] for name in (given & flat_names().keys()) | _NOT_TAKEN})
+    merged = earlier.but(**{name: now[name] for name in (given & flat_names().keys()) | NOT_TAKEN})
     origins = {name: origin for name, origin in resolved.origins.items() if name in given}
     defaults = flat_values(Config())
     taken = [
-        name for name in flat_names() if name not in given | _NOT_TAKEN and before[name] != defaults[name]
+        name for name in flat_names() if name not in given | NOT_TAKEN and before[name] != defaults[name]
     ]
     origins |= dict.fromkeys(taken, f"run {_location_of(folder).rpartition('/')[2]}")
     after = flat_values(merged)
@@ -79,7 +79,7 @@ def _earlier_folder(config: Config, results: Path) -> Path | None:
     if resume == "auto":
         return named_folder(config, results)
     path = Path(resume)
-    if (path / MANIFEST).exists() and path.parent.name == _CHECKPOINTS:
+    if is_checkpoint(path) and path.parent.name == _CHECKPOINTS:
         return path.parent.parent
     return path
 
@@ -97,14 +97,19 @@ def read_run_settings(folder: Path) -> Config:
         ) from None
 
 
-def _check_masked(before: Mapping[str, Any], given: set[str], folder: Path) -> None:
-    """Raise UserError unless each masked setting is given again: a mask is no value."""
-    for name, value in before.items():
-        if MASK in str(value) and name not in given | _NOT_TAKEN:
-            flag = name.replace("_", "-")
-            raise UserError(
-                f"{folder / CONFIG} keeps {name} without the secret in it; give it again, as --{flag} VALUE"
-            )
+def masked_names(values: Mapping[str, Any]) -> set[str]:
+    """Return the settings that a record keeps without the secrets in them."""
+    return {name for name, value in values.items() if name in flat_names() and MASK in str(value)}
+
+
+def check_masked(values: Mapping[str, Any], given: Set[str], record: str | Path) -> None:
+    """Raise UserError unless each masked setting of a record is given again: a mask is no value."""
+    missing = sorted(masked_names(values) - given)
+    if missing:
+        raise UserError(
+            f"{record} keeps {missing[0]} without the secret in it; "
+            f"give it again, as {flag_of(missing[0])} VALUE"
+        )
 
 
 def _check_task(changes: Sequence[SettingChange], folder: Path) -> None:
@@ -119,8 +124,7 @@ def _check_task(changes: Sequence[SettingChange], folder: Path) -> None:
 
 
 def has_checkpoints(folder: Path) -> bool:
-    is_checkpoint = (folder / MANIFEST).exists()
-    return is_checkpoint or bool(CheckpointStore(folder / _CHECKPOINTS, repair=False).newest_first())
+    return is_checkpoint(folder) or bool(CheckpointStore(folder / _CHECKPOINTS, repair=False).newest_first())
 
 
 # --- the model and the plan of the earlier start

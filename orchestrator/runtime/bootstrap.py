@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from orchestrator.record.files.log import Log
     from orchestrator.run.prepared_run import PreparedRun
     from orchestrator.train.group.requests import Requests
-    from orchestrator.train.remote.node_start import NodeStart
+    from orchestrator.train.remote.node_folder import NodeStart
     from orchestrator.train.remote.remote_start import RemoteStart
     from orchestrator.train.worker.build import OpenStore
     from orchestrator.train.worker.resume import ResumeFrom
@@ -97,8 +97,7 @@ def worker_folder(assignment: Assignment, rank: int) -> Iterator[WorkerFolder]:
 @contextmanager
 def _opened_start(remote: RemoteStart, nonce: str) -> Iterator[NodeStart]:
     """Yield the checkpoint of another run that this one begins with, as this node finds it."""
-    from orchestrator.train.remote.node_folder import used_node_folder
-    from orchestrator.train.remote.node_start import NodeStart
+    from orchestrator.train.remote.node_folder import NodeStart, used_node_folder
 
     with used_node_folder(nonce) as shared:
         start = NodeStart(remote, shared)

@@ -27,6 +27,7 @@ from orchestrator.live.trackers.trackers import TrackerThread
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
+from orchestrator.record.events import kinds
 from orchestrator.record.events.kinds import Checkpoint, End, Epoch, Evaluation, Event, Resume, Start, Step
 from orchestrator.record.files.event_log import DriverLog, EventLog, Listener
 from orchestrator.record.files.log_copy import copy_masked
@@ -92,7 +93,7 @@ class Attempt(Protocol):
         ...
 
 
-Start = Callable[[Assignment, int, bool, EventLog, RecoveryLog], Attempt]
+StartAttempt = Callable[[Assignment, int, bool, EventLog, RecoveryLog], Attempt]
 """Starts a number of workers, with a GPU each or without. The driver's own events go to the logs."""
 
 
@@ -108,7 +109,9 @@ class Observers:
     """Further readers of the events."""
 
 
-def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, observers: Observers) -> str:
+def drive(
+    start: StartAttempt, prepared: PreparedRun, cluster: Cluster, run_dir: Path, observers: Observers
+) -> str:
     """Run to the end, through failures. Return the status of the run."""
     screen = observers.screen
     callbacks = observers.callbacks
@@ -199,7 +202,7 @@ class _RunRecord:
         written_at = _driver_time(event.time)
         if isinstance(event, _SIGNS_OF_LIFE):
             self._last_sign_of_life = written_at
-        # Expert hosts recover without a restart, and ``ExpertParallelRun`` measures that itself.
+        # Hosts recover without a restart, and ``ExpertParallelRun`` measures that itself.
         if self._restarted:
             self.recovery_log.observe(event, written_at)
 
@@ -213,7 +216,7 @@ class _RunRecord:
                 f"the events of steps {last_step + 1} to {resume.step} are missing: they had not reached "
                 "the driver when their host was lost"
             )
-            self.log.write("warning", kind="record", message=message)
+            self.log.write(kinds.Warned(kind="record", message=message))
 
     def __enter__(self) -> Self:
         return self
@@ -264,7 +267,7 @@ class _Requests:
 
 @dataclass
 class _Driver:
-    start: Start
+    start: StartAttempt
     prepared: PreparedRun
     cluster: Cluster
     run_dir: Path

@@ -196,7 +196,7 @@ def decide_regroup(
     may_wait: bool = True,
     groups: ExpertGroups | None = None,
 ) -> Regroup | Wait | GiveUp:
-    """Decide how expert hosts go on after a failure, which ``history`` includes.
+    """Decide how hosts go on after a failure, which ``history`` includes.
 
     ``repeated``: an unknown fault has struck at this step before. ``may_wait``: wait for hosts that
     are being started, even if the others could continue without them. ``groups``: those that the hosts

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.record.events import kinds
 from orchestrator.record.events.kinds import Event, Start, Step
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.reading import last_recorded_step
@@ -78,7 +79,7 @@ class RecoveryLog:
         step = max(step, last_recorded_step(self._path))
         self.begin(reason, workers, step, times)
         self._log.write(
-            "failure", kind=failure.kind, message=reason, rank=failure.rank, step=step, final=False
+            kinds.Failure(kind=failure.kind, message=reason, rank=failure.rank, step=step, final=False)
         )
 
     def begin(self, reason: str, workers: int, step: int, times: FailureTimes) -> None:
@@ -158,25 +159,22 @@ class RecoveryLog:
         self._current = None
         if current is None or not current.stepped_at:
             return
-        replicas = {}
-        if max(current.replicas_before, current.replicas) > 1:
-            replicas = {
-                "expert_replicas_before": current.replicas_before,
-                "expert_replicas": current.replicas,
-            }
+        has_replicas = max(current.replicas_before, current.replicas) > 1
         self._log.write(
-            "recovery",
-            attempt=current.attempt,
-            reason=current.reason,
-            workers_before=current.workers_before,
-            workers=current.workers,
-            **replicas,
-            step=current.resumed_step,
-            lost_steps=max(0, current.last_step - current.resumed_step),
-            source=current.source,
-            detect_seconds=current.detected_at - current.failed_at,
-            regroup_seconds=current.regrouped_at - current.detected_at,
-            restore_seconds=current.restored_at - current.regrouped_at,
-            replay_seconds=at - current.restored_at,
-            total_seconds=current.stepped_at - current.failed_at,
+            kinds.Recovery(
+                attempt=current.attempt,
+                reason=current.reason,
+                workers_before=current.workers_before,
+                workers=current.workers,
+                expert_replicas_before=current.replicas_before if has_replicas else None,
+                expert_replicas=current.replicas if has_replicas else None,
+                step=current.resumed_step,
+                lost_steps=max(0, current.last_step - current.resumed_step),
+                source=current.source,
+                detect_seconds=current.detected_at - current.failed_at,
+                regroup_seconds=current.regrouped_at - current.detected_at,
+                restore_seconds=current.restored_at - current.regrouped_at,
+                replay_seconds=at - current.restored_at,
+                total_seconds=current.stepped_at - current.failed_at,
+            )
         )

@@ -5,24 +5,20 @@ does not find it, the run works without a shared disk, and every node must reach
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.checkpoint.files import MANIFEST
 from orchestrator.errors import UserError
 from orchestrator.runtime.bootstrap import LINKED_FILES, NONCE_FILE
+from orchestrator.runtime.cluster.survey import RayNode, ask_nodes
 from orchestrator.runtime.folder_server import DriverEnd, start_server
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote.checkpoints import CHECKPOINTS
 from orchestrator.train.remote.remote_start import START, RemoteStart
 from orchestrator.types import first_line
 
-_PROBE_SECONDS = 60.0
 _PROBE = ".reachable"
 _MAX_NONCE_BYTES = 100
 
@@ -34,20 +30,14 @@ def open_link(run_dir: Path, remote: RemoteFolder, gpu: bool) -> DriverEnd | Non
     nonce_file = run_dir / "logs" / NONCE_FILE
     nonce = nonce_file.read_text(encoding="utf-8")
     nodes = _other_nodes("GPU" if gpu else "CPU")
-    if all(sees for _, sees in _ask_nodes(nodes, sees_file, str(nonce_file), nonce)):
+    if all(sees for _, sees in ask_nodes(nodes, sees_file, str(nonce_file), nonce)):
         return None
     remote.write(_PROBE, nonce.encode())
     try:
-        reasons = _ask_nodes(nodes, why_unreachable, remote.url, nonce)
+        reasons = ask_nodes(nodes, why_unreachable, remote.url, nonce)
     finally:
         remote.remove([_PROBE])
-    for address, reason in reasons:
-        if reason:
-            raise UserError(
-                f"node {address} sees neither the folder {run_dir} nor {remote.url} ({reason}); give every "
-                "node the credentials of the storage (see docs/storage.md), or start the run in a folder on "
-                "a drive that all nodes share"
-            )
+    _refuse_unreachable(reasons, f"sees neither the folder {run_dir} nor {remote.url}")
     return DriverEnd(remote.url, start_server(run_dir, LINKED_FILES))
 
 
@@ -57,15 +47,19 @@ def nodes_see_start(start: RemoteStart, gpu: bool) -> bool:
     Raises ``UserError`` if a node sees neither the copy nor the remote checkpoint."""
     nodes = _other_nodes("GPU" if gpu else "CPU")
     note = start.files[START].decode()
-    answers = _ask_nodes(nodes, why_no_start, str(start.copy / START), note, start.url, start.checkpoint.name)
-    for address, reason in answers:
+    answers = ask_nodes(nodes, why_no_start, str(start.copy / START), note, start.url, start.checkpoint.name)
+    _refuse_unreachable(answers, f"cannot read {start.url}/{CHECKPOINTS}/{start.checkpoint.name}")
+    return all(reason is None for _, reason in answers)
+
+
+def _refuse_unreachable(answers: list[tuple[RayNode, str | None]], problem: str) -> None:
+    """Raise ``UserError`` for the first node that answers with a reason."""
+    for node, reason in answers:
         if reason:
             raise UserError(
-                f"node {address} cannot read {start.url}/{CHECKPOINTS}/{start.checkpoint.name} ({reason}); "
-                "give every node the credentials of the storage (see docs/storage.md), or start the run in a "
-                "folder on a drive that all nodes share"
+                f"node {node['NodeManagerAddress']} {problem} ({reason}); give every node the credentials of "
+                "the storage (see docs/storage.md), or start the run in a folder on a drive that all share"
             )
-    return all(reason is None for _, reason in answers)
 
 
 def why_no_start(note_file: str, note: str, url: str, checkpoint: str) -> str | None:
@@ -98,7 +92,7 @@ def why_unreachable(url: str, content: str) -> str:
     return "" if found == content.encode() else "it is another folder there"
 
 
-def _other_nodes(kind: str) -> list[dict[str, Any]]:
+def _other_nodes(kind: str) -> list[RayNode]:
     """Return the other nodes that workers may be placed on, as ``ray.nodes()`` describes them."""
     node_id = ray.get_runtime_context().get_node_id()
     return [
@@ -106,24 +100,3 @@ def _other_nodes(kind: str) -> list[dict[str, Any]]:
         for node in ray.nodes()
         if node["Alive"] and node["Resources"].get(kind, 0) >= 1 and node["NodeID"] != node_id
     ]
-
-
-def _ask_nodes(
-    nodes: list[dict[str, Any]], function: Callable[..., Any], *arguments: str
-) -> list[tuple[str, Any]]:
-    """Return the address and the answer of each node. Those that do not answer are left out."""
-    task = ray.remote(num_cpus=0, max_retries=0)(function)
-    calls: dict[Any, str] = {}
-    for node in nodes:
-        on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        calls[task.options(scheduling_strategy=on_node).remote(*arguments)] = node["NodeManagerAddress"]
-    done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_PROBE_SECONDS) if calls else ([], [])
-    answers: list[tuple[str, Any]] = []
-    for call in done:
-        try:
-            answers.append((calls[call], ray.get(call)))
-        except RayTaskError:
-            raise
-        except RayError:
-            continue  # the node has been lost since; no worker will be placed on it
-    return answers

@@ -1,4 +1,4 @@
-"""A remote folder: objects below an address, written and read as a whole through fsspec."""
+"""A remote folder: objects below an address, written and read through fsspec, and again after failures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from time import sleep
+from typing import Any, TypeVar
 
 from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.redaction import mask
@@ -189,6 +190,12 @@ def open_folder(name: str, location: str | Path) -> RemoteFolder:
     return RemoteFolder(location)
 
 
+def open_parent(name: str, location: str | Path) -> tuple[RemoteFolder, str]:
+    """Return the folder that an address lies in, and the name there; for a bucket itself and ''."""
+    parent, _, last = str(as_url(location)).rpartition("/")
+    return (open_folder(name, location), "") if parent.endswith(":/") else (open_folder(name, parent), last)
+
+
 def _callback(on_part: Callable[[], None]) -> Any:
     """Return fsspec's callback that calls a function for each part of a file."""
     from fsspec.callbacks import Callback
@@ -206,3 +213,33 @@ def is_safe_name(name: str) -> bool:
     """Whether the name of an object may become a path below a local folder."""
     parts = name.split("/")
     return all(_SAFE_NAME.fullmatch(part) and part not in (".", "..") for part in parts)
+
+
+TRIES = 6
+_FIRST_WAIT_SECONDS = 1.0
+_MAX_WAIT_SECONDS = 60.0
+
+T = TypeVar("T")
+
+
+def retried(
+    action: Callable[[], T],
+    on_wait: Callable[[], None] = lambda: None,
+    errors: type[Exception] = RemoteError,
+) -> T:
+    """Carry out an action, again after failures: six times in all. Raises its last error.
+
+    ``on_wait`` is called after each of the first failures, and may raise an error of its own. Only
+    ``errors`` are worth another try."""
+    for num_failures in range(1, TRIES):
+        try:
+            return action()
+        except errors:
+            on_wait()
+        sleep(wait_seconds(num_failures))
+    return action()
+
+
+def wait_seconds(num_failures: int) -> float:
+    """Return how long to wait after so many failures in a row: 1, 2, 4 seconds and so on, up to a minute."""
+    return min(_MAX_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2.0 ** (num_failures - 1))

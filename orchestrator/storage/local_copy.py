@@ -11,7 +11,7 @@ from pathlib import Path
 from orchestrator.errors import UserError
 from orchestrator.storage.address import as_url
 from orchestrator.storage.cache import cached_folder
-from orchestrator.storage.folder import RemoteFolder, open_folder
+from orchestrator.storage.folder import RemoteFolder, open_folder, open_parent
 
 _MAX_SMALL_FILE_BYTES = 2**26
 
@@ -35,7 +35,7 @@ def read_file(name: str, location: str | Path) -> bytes:
     """Return the content of a small file, local or remote. Raises ``OSError`` or ``RemoteError``."""
     if as_url(location) is None:
         return Path(location).read_bytes()
-    folder, file = _split(name, location)
+    folder, file = open_parent(name, location)
     content = folder.read(file, _MAX_SMALL_FILE_BYTES)
     if content is None:
         raise FileNotFoundError(f"there is no {as_url(location)}")
@@ -44,16 +44,9 @@ def read_file(name: str, location: str | Path) -> bytes:
 
 def _folder_and_file(name: str, location: str | Path) -> tuple[RemoteFolder, str]:
     """Return the folder of an address; for the address of a file also the name of the file."""
-    folder, file = _split(name, location)
+    folder, file = open_parent(name, location)
     is_file = bool(file) and folder.read(file, 1) is not None
     return (folder, file) if is_file else (open_folder(name, location), "")
-
-
-def _split(name: str, location: str | Path) -> tuple[RemoteFolder, str]:
-    parent, _, file = str(as_url(location)).rpartition("/")
-    if parent.endswith(":/"):
-        return open_folder(name, location), ""
-    return open_folder(name, parent), file
 
 
 def _download(folder: RemoteFolder, names: list[str], target: Path) -> None:

@@ -10,16 +10,38 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from orchestrator.errors import UserError
+
 MAX_SMALL_BYTES = 2**26
 """Larger than any plan, summary or result of an evaluation that a run writes."""
 _PARTIAL = ".partial-"
-"""How the name of a file begins that is being written, or was when its writer was killed."""
+"""The beginning of the name of a file that is being written, or was when its writer was killed."""
 
 
 def replace_file(target: Path, content: bytes) -> None:
     """Write a file, in place of an older one. When this returns, it survives a loss of power."""
     with _replacing(target) as partial:
         partial.write_bytes(content)
+
+
+def write_whole(path: Path, data: str | bytes) -> Path:
+    """Write a file of a run folder under a temporary name, and rename it: the old one stays until the new one
+    is complete."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # JSON can carry lone surrogates, which UTF-8 cannot encode: they become question marks.
+    content = data if isinstance(data, bytes) else data.encode("utf-8", "replace")
+    partial.unlink(missing_ok=True)
+    try:
+        # Mode "x" never writes through a link that someone placed under this name.
+        with partial.open("xb") as file:
+            file.write(content)
+        os.replace(partial, path)
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder, but a file is written there; move it away") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
 
 
 def copy_file(source: Path, target: Path) -> None:

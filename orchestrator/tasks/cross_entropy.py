@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from experts.kernels import launching
 from experts.kernels.launching import Tile, available, launch
 
 if TYPE_CHECKING:
@@ -35,6 +36,17 @@ def loss_and_gradient(logits_CP: Tensor, targets_C: Tensor, vocabulary: int) -> 
     fused = available(logits_CP) and not isinstance(logits_CP, FakeTensor)
     compute = loss_and_gradient_fused if fused else loss_and_gradient_plain
     return compute(logits_CP, targets_C, vocabulary)
+
+
+def held_bytes(logits_CP: Tensor, vocabulary: int) -> int:
+    """Return the most bytes that ``loss_and_gradient`` holds at once, those of the logits among them."""
+    if launching.available(logits_CP):  # the kernel writes the gradient in the logits' place
+        return logits_CP.nbytes
+    wide_bytes = logits_CP.numel() * wide_dtype(logits_CP.dtype).itemsize
+    is_padded = logits_CP.shape[1] > vocabulary
+    # Beside the logits: their softmax, and a wide copy of narrow logits or a padded gradient of wide ones.
+    copies = 2 if is_padded or logits_CP.dtype != wide_dtype(logits_CP.dtype) else 1
+    return logits_CP.nbytes + copies * wide_bytes
 
 
 def loss_and_gradient_plain(logits_CP: Tensor, targets_C: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:

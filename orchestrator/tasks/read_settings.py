@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.config.sections.data import DataSettings
 from orchestrator.config.sections.model import ModelSettings, MoeSettings
 from orchestrator.config.sections.optim import OptimSettings
-from orchestrator.config.settings import Config, as_flag_text, flat_names
+from orchestrator.config.settings import Config, as_flag_text
 from orchestrator.errors import UserError
 
 _OPTIMIZER = ("optimizer", "learning_rate", "weight_decay", "decay_biases", "betas", "eps", "momentum")
@@ -118,13 +118,8 @@ def check_sweep_taken(task: str, varied: Collection[str], taken: Collection[str]
 def _changed(config: Config) -> Mapping[str, Any]:
     """Return the settings of tasks whose value is not the default."""
     default = Config()
-    changed = {}
-    for name in _OF_TASKS:
-        section = flat_names()[name]
-        value = getattr(getattr(config, section), name)
-        if value != getattr(getattr(default, section), name):
-            changed[name] = value
-    return changed
+    values = {name: config.value_of(name) for name in _OF_TASKS}
+    return {name: value for name, value in values.items() if value != default.value_of(name)}
 
 
 def _unread_text(config: Config, names: list[str]) -> str:

@@ -52,7 +52,7 @@ class StepPreview(Protocol):
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a tensor over all workers."""
+        """Return the sum of a tensor over all workers; with --reproducible, of whole numbers alone."""
         ...
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchestrator.data.token_arrays import map_tokens
+from orchestrator.data.files import map_tokens
 from orchestrator.errors import UserError
 from orchestrator.storage.address import as_url
 from orchestrator.storage.local_copy import local_copy

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from experts.kernels.autocast import without_autocast
 from experts.moe.bank import computing_dtype
-from orchestrator.tasks.cross_entropy import loss_and_gradient, wide_dtype
+from orchestrator.tasks.cross_entropy import held_bytes, loss_and_gradient, wide_dtype
 
 LARGE_LOGITS = 2**22
 """Logits of a sample from which on chunks are used. They save memory, and on a GPU the loss is one kernel.
@@ -50,6 +50,68 @@ def counting_gradient_flop() -> Iterator[Callable[[], int]]:
     """Count the FLOP of gradients that forward passes compute together with their losses."""
     before = _GRADIENT_FLOP.get()
     yield lambda: _GRADIENT_FLOP.get() - before
+
+
+@dataclass
+class LogitMemory:
+    """Bytes that losses in chunks hold for the logits of their tokens."""
+
+    whole: float = 0.0
+    """If all tokens of a pass were one chunk."""
+    chunk: float = 0.0
+    """For a full chunk: a loss never holds more."""
+
+
+class MemoryWatch(Protocol):
+    """Watches memory while a loss computes its chunks."""
+
+    computes_logits: bool
+    """Whether a chunk's logits are alive, or may be."""
+
+    def record(self, freed: float = 0.0, has_logits: bool = False) -> None:
+        """Record what is alive, without ``freed`` bytes."""
+
+
+_LOGIT_MEMORY: ContextVar[tuple[LogitMemory, MemoryWatch | None] | None] = ContextVar(
+    "logit_memory", default=None
+)
+
+
+@contextmanager
+def counting_logit_memory(watch: MemoryWatch | None = None) -> Iterator[LogitMemory]:
+    """Count the memory of logits that no backward pass needs: autograd does not save it.
+
+    ``watch`` records what else is alive with the logits of a chunk, and nothing while they grow."""
+    memory = LogitMemory()
+    token = _LOGIT_MEMORY.set((memory, watch))
+    try:
+        yield memory
+    finally:
+        _LOGIT_MEMORY.reset(token)
+
+
+def _count_logits(products_CP: Tensor, held: int, alive: int) -> None:
+    """Count a chunk that holds so many bytes at most, of which some are alive already."""
+    found = _LOGIT_MEMORY.get()
+    if found is None:
+        return
+    memory, watch = found
+    tokens, columns = products_CP.shape
+    memory.whole += held
+    memory.chunk = max(memory.chunk, held / tokens * _chunk_size(columns))
+    if watch is not None:
+        watch.record(freed=alive, has_logits=True)
+
+
+@contextmanager
+def _computing_logits() -> Iterator[None]:
+    found = _LOGIT_MEMORY.get()
+    watch = found[1] if found is not None else None
+    if watch is not None:
+        watch.computes_logits = True
+    yield
+    if watch is not None:
+        watch.computes_logits = False
 
 
 class TokenLoss(NamedTuple):
@@ -170,7 +232,7 @@ class _TokenLoss(torch.autograd.Function):
             trains_bias,
         )
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [None if t is None else t.dtype for t in (hidden_TD, output_VD, bias_V)]
+        ctx.dtypes = [None if t is None else _gradient_dtype(t) for t in (hidden_TD, output_VD, bias_V)]
         return total
 
     @staticmethod
@@ -183,6 +245,15 @@ class _TokenLoss(torch.autograd.Function):
             )
         ]
         return *multiplied, None, None, None, None, None
+
+
+def _gradient_dtype(value: Tensor) -> torch.dtype:
+    """Return the dtype of a value's gradient: weights stored in bf16 take theirs in fp32.
+
+    The compiler of torch cannot read ``grad_dtype``: compiled code rounds that gradient to bf16."""
+    if torch.compiler.is_compiling() or not value.is_leaf:
+        return value.dtype
+    return value.grad_dtype or value.dtype
 
 
 def _gradients(
@@ -204,8 +275,9 @@ def _gradients(
         result.zero_()
     output_PD, bias_P = _padded(output_VD, bias_V, hidden_TD.dtype)
     layer = _Layer(output_PD, bias_P, len(output_VD), LogitTransform(scale, softcap))
-    for rows_C in _chunks(targets_T, len(output_PD), ignore):
-        sums.add(rows_C, hidden_TD, layer, targets_T)
+    with _computing_logits():
+        for rows_C in _chunks(targets_T, len(output_PD), ignore):
+            sums.add(rows_C, hidden_TD, layer, targets_T)
     return sums.total, sums.d_hidden_TD, sums.d_output_VD, sums.d_bias_V
 
 
@@ -243,11 +315,19 @@ class _Layer:
         """Return the loss of each token, and the gradient of their sum by the products."""
         products_CP = F.linear(hidden_CD, self.output_PD, self.bias_P)
         if self.transform == PLAIN:
+            held = held_bytes(products_CP, self.vocabulary)
+            _count_logits(products_CP, held, products_CP.nbytes)
             return loss_and_gradient(products_CP, targets_C, self.vocabulary)
         logits_CP = self.transform(products_CP)
         # Before the loss: its gradient may be written in the logits' place.
         scale, softcap = self.transform
         slope = (logits_CP / softcap).square_().neg_().add_(1).mul_(scale) if softcap else scale
+        beside_logits = products_CP.nbytes + (slope.nbytes if isinstance(slope, Tensor) else 0)
+        # At the end: logits, their gradient, and its product with the slope, which may get another type.
+        is_wide = products_CP.dtype == logits_CP.dtype
+        multiplied = 3 * logits_CP.nbytes + (0 if is_wide else products_CP.nbytes)
+        held = max(held_bytes(logits_CP, self.vocabulary), multiplied)
+        _count_logits(products_CP, beside_logits + held, beside_logits + logits_CP.nbytes)
         loss_C, d_logits_CP = loss_and_gradient(logits_CP, targets_C, self.vocabulary)
         return loss_C, (d_logits_CP * slope).to(products_CP.dtype)
 
@@ -293,10 +373,15 @@ def _with_zeros(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return padded
 
 
+def _chunk_size(columns: int) -> int:
+    """Return the tokens of a full chunk."""
+    size = CHUNK_LOGITS // columns
+    return max(1, size // _ROW_MULTIPLE * _ROW_MULTIPLE or size)
+
+
 def _chunks(targets_T: Tensor, columns: int, ignore: bool) -> Iterator[Tensor | slice]:
     """Yield the tokens of each chunk."""
-    size = CHUNK_LOGITS // columns
-    size = max(1, size // _ROW_MULTIPLE * _ROW_MULTIPLE or size)
+    size = _chunk_size(columns)
     # A trace has no values: it counts a label for each token.
     if ignore and not isinstance(targets_T, FakeTensor):
         yield from (targets_T != NO_LABEL).nonzero().squeeze(1).split(size)

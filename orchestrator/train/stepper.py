@@ -20,6 +20,7 @@ from torch import Tensor
 from experts.balance import moe_layers
 from experts.model import mix
 from orchestrator.errors import UserError
+from orchestrator.record.events import kinds
 from orchestrator.record.files.log import Emit
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.validate import as_loss, check_trainable
@@ -37,11 +38,11 @@ from orchestrator.train.optim.optimizer import ScheduledOptimizer
 from orchestrator.train.optim.weight_copies import WeightCopies
 from orchestrator.train.step.out_of_memory import Problem, StepRecovery
 from orchestrator.train.step.preview import Preview, is_single_pass, split_passes
-from orchestrator.train.step.statistics import StepStatistics
 from orchestrator.train.step.totals import Totals
 from orchestrator.train.step.update import StepReduction, WeightUpdate
 from orchestrator.train.step_graph.graphs import StepGraphs, with_data
-from orchestrator.train.strategies.base import Strategy
+from orchestrator.train.strategies.base import MORE_ROWS, Strategy
+from orchestrator.train.strategies.buffers import StepStatistics
 
 
 @dataclass
@@ -126,12 +127,12 @@ class Stepper:
                 problem = self._recovery.vote(problem)
             if problem is None:
                 global_totals = self._reduction.reduce(totals, batch, votes, self._nominal_count(batch))
-                all_sent = self.strategy.rows_fit()
+                reason = self.strategy.why_repeat(global_totals.expert_grad_squares)
                 if self.world.size > 1:
                     self.clock.mark("communication")
-                if all_sent:
+                if reason is None:
                     break
-                self._repeat_with_counts(step)
+                self._undo(reason, step)
                 continue
             # Outside the handler, so that no frame of the failed attempt keeps its tensors alive.
             self._prepare_repetition(problem, step)
@@ -185,7 +186,7 @@ class Stepper:
             if self.precision.scale is not None or not (on_gpu and torch.cuda.is_current_stream_capturing()):
                 self._statistics.save()
             self._begin(batch)
-            totals = self._run_passes(batch, self._noise_seed(step))
+            totals = self._run_passes(batch, step)
             totals = self._reduction.reduce(totals, batch, NO_VOTES, self._nominal_count(batch))
             self._apply(totals, step)
             return totals
@@ -202,9 +203,8 @@ class Stepper:
         self._statistics.save()
         self._seed_torch(step)
         self._begin(batch)
-        noise_seed = self._noise_seed(step)
-        self._preview(batch, step, noise_seed)
-        return self._run_passes(batch, noise_seed)
+        self._preview(batch, step)
+        return self._run_passes(batch, step)
 
     def _begin(self, batch: StepBatch) -> None:
         self.optimizer.inner.zero_grad(set_to_none=True)
@@ -218,8 +218,9 @@ class Stepper:
         Equal on all hosts: the noise depends on a token's position in the global batch alone."""
         return mix(self.seed, "noise", step) >> 20
 
-    def _run_passes(self, batch: StepBatch, noise_seed: int) -> Totals | None:
+    def _run_passes(self, batch: StepBatch, step: int) -> Totals | None:
         nominal_count = self._nominal_count(batch)
+        noise_seed = self._noise_seed(step)
         totals: Totals | None = None
         for number, micro_batch in enumerate(batch.micro_batches, 1):
             is_last = number == len(batch.micro_batches)
@@ -228,20 +229,30 @@ class Stepper:
             # needs these names too.
             left_out = batch.all_have_samples or (is_last and totals is None and batch.faults)
             if micro_batch.num_samples or self.strategy.lockstep or left_out:
+                self._seed_micro_batch(step, micro_batch.number)
                 totals = self._run_micro_batch(micro_batch, totals, is_last, noise_seed, nominal_count)
         return totals
 
-    def _preview(self, batch: StepBatch, step: int, noise_seed: int) -> None:
+    def _preview(self, batch: StepBatch, step: int) -> None:
         """Let the task see the whole step, if it asks for it."""
         prepare = getattr(self.strategy.task, "prepare_step", None)
         if prepare is None:
             return
-        prepare(Preview(batch, self.strategy, self.world, self.precision, self.max_pass_samples, noise_seed))
+        noise_seed = self._noise_seed(step)
+        limit = self.max_pass_samples
+        seed = partial(self._seed_micro_batch, step)
+        prepare(Preview(batch, self.strategy, self.world, self.precision, limit, noise_seed, seed))
         # A forward pass of the preview and that of the training draw the same random numbers.
         self._seed_torch(step)
 
     def _seed_torch(self, step: int) -> None:
-        seed_torch(mix(self.seed, "step", step, self.world.rank), self.world.device)
+        rank = 0 if self.strategy.reproducible else self.world.rank
+        seed_torch(mix(self.seed, "step", step, rank), self.world.device)
+
+    def _seed_micro_batch(self, step: int, number: int) -> None:
+        """Seed the draws of a micro-batch by its number, whichever worker computes it."""
+        if self.strategy.reproducible:
+            seed_torch(mix(self.seed, "step", step, "micro-batch", number), self.world.device)
 
     def _run_micro_batch(
         self,
@@ -259,7 +270,7 @@ class Stepper:
             data = micro_batch.fetch()
         self.clock.mark("data")
         dummy = not micro_batch.num_samples
-        with self.strategy.dummy_pass() if dummy else nullcontext():
+        with self.precision.weights(), self.strategy.dummy_pass() if dummy else nullcontext():
             for each in split_passes(micro_batch, data, self.max_pass_samples, noise_seed):
                 with self.strategy.context.use_step(each.context):
                     loss, weight = self._forward(each.batch, each.size, last=is_last and each.is_last)
@@ -270,6 +281,8 @@ class Stepper:
                 more = Totals.from_loss(loss, weight, each.size, copy=self.compiled is not None)
                 # Zeros, so that a step without a good sample has totals too.
                 more = more.zeroed() if dummy else more
+                if self.strategy.reproducible and not dummy:
+                    more = more.numbered(micro_batch.number)
                 totals = more if totals is None else totals.plus(more)
         return totals
 
@@ -317,24 +330,25 @@ class Stepper:
         else:
             self._recovery.shrink_passes(problem, step)
 
-    def _repeat_with_counts(self, step: int) -> None:
-        """Undo an attempt in which some tokens did not reach their experts."""
+    def _undo(self, reason: str, step: int) -> None:
+        """Undo an attempt that the strategy wants repeated."""
         self._statistics.restore()
         self.optimizer.inner.zero_grad(set_to_none=True)
-        self.emit(
-            "warning",
-            kind="exchange",
-            message=f"step {step + 1}: more rows than their bound (--exchange-rows); the step is repeated",
-        )
+        # The first step has no norm before it to choose the grid of exact sums by.
+        if step or not self.strategy.reproducible:
+            message = f"step {step + 1}: {reason}; the step is repeated"
+            kind = "exchange" if reason == MORE_ROWS else "gradients"
+            self.emit(kinds.Warned(kind=kind, message=message))
 
     def _report_compilation(self, seconds: float) -> None:
         """Emit an event after the first step, which compiled the model."""
         if self.compiled is not None and not self._compile_reported:
             self.emit(
-                "compile",
-                status="compiled",
-                seconds=seconds,
-                detail=f"{len(self.compiled.modules)} modules, in the first step",
+                kinds.Compile(
+                    status="compiled",
+                    seconds=seconds,
+                    detail=f"{len(self.compiled.modules)} modules, in the first step",
+                )
             )
         self._compile_reported = True
 

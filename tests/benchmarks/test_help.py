@@ -14,7 +14,7 @@ from harness.runs.benchmark_runs import BENCHMARKS, programs, run_main
 def test_the_programs_are_found() -> None:
     found = programs()
     assert len(found) > 30
-    assert {"code_style", "moe.moe_layer", "startup.plain_ray_train"} <= set(found)
+    assert {"code_style", "moe.moe_layer", "recovery.plain_chaos"} <= set(found)
     has_main = {path for path in BENCHMARKS.rglob("*.py") if "__main__" in path.read_text(encoding="utf-8")}
     assert len(has_main) == len(found), "each program has a main function"
 

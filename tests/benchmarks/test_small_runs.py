@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.moe.imbalance import DISTRIBUTIONS
-from benchmarks.tuning.search import SEARCHES
 from harness.runs.benchmark_runs import programs, run_benchmark, wrong_figures
 
 ANY = ()
@@ -28,22 +27,9 @@ class SmallRun:
 
 
 BARE = ("GPT-2 small", "GPT-2 small")
-HOOKS = (
-    "none of them",
-    "two empty callbacks",
-    "a metric that sorts all scores",
-    "an average of the weights",
-    "all three",
-)
 CHANGES = ("points with changes", "moves", "copies added or removed", "GB sent", "ms sending", "decision, ms")
 RUNS = (
     SmallRun("steps.loop_overhead", "--small --rounds 1 --cases 1 --loops orchestrator", ((*BARE, BARE[0]),)),
-    SmallRun("steps.hooks", "--small --rounds 1", (HOOKS,)),
-    SmallRun(
-        "steps.evolution_cost",
-        "--blocks 1 --cases 1",
-        (("digits, 2 layers of 4 experts, width 64, 64 samples",),),
-    ),
     SmallRun("steps.whole_step", "--small --steps 2 --plain", (("torch's own operations, eager",),)),
     SmallRun(
         "steps.whole_step",
@@ -83,6 +69,12 @@ RUNS = (
         "--hosts 2 --tokens 32 --width 16 --rounds 1",
         (("float32", "bfloat16"),),
     ),
+    SmallRun("parallel.reproducible", "--parts cost --hosts 2 --rounds 1 --cost-steps 2", (("2",) * 3,)),
+    SmallRun(
+        "steps.weight_precision",
+        "--steps 2 --seeds 1 --rates 1e-3",
+        (("fp32", "bf16, stochastic", "bf16, to the nearest"),),
+    ),
     SmallRun("recovery.host_counts", "--hosts 2", (("2",), ("2",))),
     SmallRun("storage.checkpoint_stall", "--small --steps 12 --every 4", (ANY,), ("",)),
     SmallRun(
@@ -90,12 +82,6 @@ RUNS = (
         "--small --steps 12 --every 4 --rounds 1 --places disk file://",
         (("disk", "file://"),),
         ("step, ms (median)", "stall of a save, ms", "checkpoint, MiB", "last upload after the end, s"),
-    ),
-    SmallRun(
-        "tuning.search",
-        "--seeds 1 --surfaces interaction",
-        (tuple(SEARCHES), tuple(SEARCHES)),
-        (*(f"within 2% after {count}" for count in (4, 8, 12)), "ms per suggestion, median (max)"),
     ),
 )
 RUN_ELSEWHERE = {
@@ -115,15 +101,12 @@ RUN_ELSEWHERE = {
 }
 NOT_RUN = {
     "parallel.expert_parallel": "starts torchrun and Ray",
-    "parallel.segments": "starts Ray, and takes minutes",
     "recovery.chaos": "starts Ray, and takes minutes",
     "recovery.dp_restart": "starts Ray, and takes minutes",
     "recovery.namespaces": "needs root",
     "recovery.node_link": "needs two nodes",
     "recovery.plain_chaos": "starts Ray, and trains until it is killed",
     "startup.install": "builds distributions, and takes minutes",
-    "startup.plain_ray_train": "starts Ray",
-    "startup.ray_start": "starts Ray",
     "startup.start": "starts Ray",
     "storage.long_records": "trains, resumes and reports in processes of its own: half a minute",
     "storage.snapshots": "starts Ray",

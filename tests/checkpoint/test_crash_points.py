@@ -261,6 +261,7 @@ def check_full_disks(series: CrashSeries, script: SaveScript, kinds: list[str]) 
     assert len(counts) > 1, "the full disk never made a save fail"
 
 
+@pytest.mark.extended
 def test_disk_full_at_each_operation(runner: CrashRunner, tmp_path: Path, no_syncs: None) -> None:
     check_full_disks(
         series_of(runner, tmp_path, "resume_and_save"),

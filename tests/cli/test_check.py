@@ -1,16 +1,30 @@
-"""``orchestrator check``: which collectives it runs, and what it says of them."""
+"""``orchestrator check``: which checks it runs, what it says of them, and its exit code."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from rich.console import Console
 
 from harness.fakes.inventories import machine
 from orchestrator.cli import check
+from orchestrator.errors import UserError
 from orchestrator.plan.checks import collective
+from orchestrator.plan.checks.probe_types import CheckResult, MachineProbe
+from orchestrator.trainer import Trainer
 from orchestrator.types import VERSION
+from tests.cli.helpers import Call
+
+
+@pytest.fixture
+def without_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the collective, which does not start processes, and the training."""
+    monkeypatch.setattr(check, "probes_for", lambda *_: ())
+    monkeypatch.setattr(check, "inventory", lambda _: machine())
+    monkeypatch.setattr(collective, "probe_collective", lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -44,3 +58,42 @@ def test_a_failed_collective_names_what_was_needed(monkeypatch: pytest.MonkeyPat
     result = check._probe_collective("NCCL", "nccl", 4)
     assert (result.status, result.found) == ("fail", "no answer within 90 s")
     assert "between 4 processes" in result.needed
+
+
+@pytest.mark.parametrize(("status", "code"), [("pass", 0), ("skip", 0), ("warn", 0), ("fail", 3)])
+def test_each_check_is_shown_and_a_failed_one_is_the_exit_code(
+    call: Call, monkeypatch: pytest.MonkeyPatch, status: Literal["pass", "skip", "warn", "fail"], code: int
+) -> None:
+    result = CheckResult("disk", status, "1 GiB free", "2 GiB free", "free some space")
+    monkeypatch.setattr(check, "probes_for", lambda *_: [MachineProbe("disk", lambda: result, "")])
+    monkeypatch.setattr(collective, "probe_collective", lambda *_: None)
+    answer = call("check")
+    assert answer.code == code
+    assert "disk: 1 GiB free" in answer.out
+    assert "2 processes summed and exchanged a tensor over gloo" in answer.out
+    assert ("to do: free some space" in answer.out) == (status in ("fail", "warn"))
+    content = json.loads(call("check", "--json").out)
+    assert content["hardware"]["cores"] >= 1
+    assert [(entry["name"], entry["status"]) for entry in content["checks"]] == [
+        ("disk", status),
+        ("collective", "pass"),
+    ]
+
+
+@pytest.mark.usefixtures("without_other_checks")
+def test_a_full_check_trains_two_steps() -> None:
+    (training,) = check.check(full=True)[1:]
+    assert (training.name, training.status) == ("training", "pass"), training
+    assert training.found.startswith("2 steps on ")
+
+
+@pytest.mark.usefixtures("without_other_checks")
+def test_a_full_check_reports_a_training_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Trainer) -> None:
+        raise UserError("the weight of the model is on meta")
+
+    monkeypatch.setattr(Trainer, "fit", fail)
+    (training,) = check.check(full=True)[1:]
+    assert training.status == "fail"
+    assert "the weight of the model is on meta" in training.found
+    assert "orchestrator train --debug" in training.fix

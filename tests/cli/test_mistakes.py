@@ -136,11 +136,11 @@ MISTAKES = {
         "cfg.yaml",
         "--init-from",
         "x",
-        cause="resume and init_from contradict each other",
+        cause="resume auto and init_from x contradict each other",
         files=RESUME_CONFIG,
     ),
     "two contradicting lines": in_file(
-        "batch: {batch_size: auto}\nrun: {auto: no}\n", "cfg.yaml: batch_size auto and --no-auto contradict"
+        "batch: {batch_size: auto}\nrun: {auto: no}\n", "cfg.yaml:1: batch_size auto and no auto contradict"
     ),
     # files and folders
     "missing config": mistake(

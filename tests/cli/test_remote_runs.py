@@ -15,6 +15,7 @@ from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from tests.cli.helpers import Call
 
 
+@pytest.mark.extended
 def test_the_command_line_trains_resumes_and_reports_in_s3(
     s3: ObjectServer, call: Call, tmp_path: Path
 ) -> None:

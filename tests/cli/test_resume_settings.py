@@ -55,6 +55,7 @@ def test_a_resumed_run_takes_its_settings_from_its_folder(call: Call, tmp_path: 
     assert event["changes"] == [{"name": "max_steps", "before": 4, "now": 6, "origin": "flag --max-steps"}]
 
 
+@pytest.mark.extended
 def test_flags_given_again_win_and_each_start_keeps_its_configuration(call: Call, tmp_path: Path) -> None:
     begin(call, "--learning-rate", "1e-4", "--warmup-steps", "0")
     run = tmp_path / "results" / "one"

@@ -278,9 +278,29 @@ def test_adapters_have_a_positive_rank_and_belong_to_the_task_lm():
         ({"lora": 8, "lora_alpha": 0.0}, "lora_alpha is 0"),
         ({"lora_alpha": 8.0}, "lora_alpha is given without lora"),
         ({"lora_targets": ("experts",)}, "lora_targets is given without lora"),
+        ({"frozen_weights": "nf4"}, "frozen_weights is nf4, but without lora no weights are frozen"),
     ):
         with pytest.raises(UserError, match=message):
             Config.of(task="lm", model="a", **settings)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("precision", "fp8"),
+        ("compile", "on"),
+        ("cuda_graph", "on"),
+        ("sharding", "zero2"),
+        ("sharding", "zero3"),
+        ("cpu_offload", True),
+        ("evolution", "bold"),
+    ],
+)
+def test_settings_that_packed_weights_exclude_are_refused_with_the_reason(setting: str, value: object):
+    given: dict[str, Any] = {"task": "lm", "model": "a", "lora": 8, "workers": 2, setting: value}
+    Config.of(**given, frozen_weights="auto")
+    with pytest.raises(UserError, match=rf"frozen_weights int8 and {setting}.* contradict each other: .+; "):
+        Config.of(**given, frozen_weights="int8")
 
 
 def test_the_configuration_of_a_language_model_fixes_its_experts():

@@ -16,7 +16,7 @@ from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.writer import dump, to_json, with_absolute_paths, write_file
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(config=configs())
 def test_a_written_config_reads_back_the_same(config_file: Path, config: Config):
     write_file(Resolved(config, {}), config_file)

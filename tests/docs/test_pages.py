@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import runpy
 
+import pytest
+
 import orchestrator
+from docs import generate_combinations
 from harness.docs.documents import ROOT
 
-_TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 _RESULT = re.compile(r"\]\(\.\./(benchmarks/results/[\w.-]+\.md)\)")
 _FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
@@ -22,6 +24,11 @@ def test_the_words_of_other_trainers_are_answered_as_the_code_does() -> None:
     assert page("coming-from.md") == generator["generate"](), "run 'make docs-settings'"
 
 
+@pytest.mark.extended
+def test_combinations_are_answered_as_the_plan_does() -> None:
+    assert page("combinations.md") == generate_combinations.generate(), "run 'make docs-settings'"
+
+
 def test_the_start_page_is_the_one_list_of_all_pages() -> None:
     listed = re.findall(r"\]\(([\w-]+\.md)\)", page("index.md").partition("## Which page next")[2])
     assert sorted(listed) == sorted(
@@ -31,11 +38,29 @@ def test_the_start_page_is_the_one_list_of_all_pages() -> None:
     assert set(re.findall(r"docs/[\w-]+\.md", readme.partition("\n## ")[0])) == {"docs/index.md"}
 
 
-def test_tests_that_prove_a_claim_exist() -> None:
-    named = _TEST.findall(page("expert-mathematics.md"))
-    assert len(named) > 15
-    for file, test in named:
-        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
+@pytest.mark.parametrize(
+    "symptom",
+    [
+        "CUDA out of memory",
+        "slow training",
+        "slow loader",
+        "several GPUs slower than one",
+        "does not compile",
+        "does not fit next to its optimizer",
+        "NCCL",
+        "workers hang",
+        "no GPU readings",
+        "on the same device",
+        "different results on each run",
+        "a checkpoint is damaged",
+    ],
+)
+def test_a_symptom_has_a_place_to_look_and_a_fix(symptom: str) -> None:
+    rows = [line.strip("|").split("|") for line in page("troubleshooting.md").splitlines() if line[:1] == "|"]
+    answers = [cells for cells in rows if symptom in cells[0]]
+    assert answers, "no row of troubleshooting.md has it"
+    for cells in answers:
+        assert [len(cell.strip()) > 5 for cell in cells] == [True] * 3
 
 
 def test_measured_figures_are_those_of_their_files() -> None:

@@ -15,6 +15,7 @@ from experts.hosts.group import GroupFactory
 from experts.hosts.membership import GroupMembership
 from experts.moe import routed
 from experts.tokens import bounds, exchange
+from experts.tokens.bounds import ExchangeBounds
 from harness.hosts.gpu_ranks import rank_device, skip_without
 from harness.hosts.ranks import run_ranks
 from harness.runs.steppers import make_stepper, mean_loss, run_steps
@@ -34,7 +35,7 @@ def build(world: World, rows: str, chunks: int = 1) -> tuple[Any, Any]:
     stepper, feed = make_stepper(Digits(CONFIG), 24, 96, **settings)
     assert isinstance(stepper.strategy, ExpertParallelStrategy)
     if rows == "bounded":
-        stepper.strategy.bound_rows()
+        stepper.strategy.context.bounds = ExchangeBounds(world.device)
     return stepper, feed
 
 

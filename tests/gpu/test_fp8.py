@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experts.kernels import fp8, fp8_experts, launching
+from experts.kernels import fp8, fused_experts, launching
 from experts.kernels.fp8 import Quantised, quantise, quantise_transposed, row_product
 from experts.kernels.launching import Span
 from experts.kernels.row_products import RowTiles
@@ -30,7 +30,7 @@ DEVICE = torch.device("cuda:0")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not (launching.available() and fp8_experts.works(DEVICE, torch.bfloat16, 64, [64])),
+        not (launching.available() and fused_experts.works(DEVICE, torch.bfloat16, 64, [64], True)),
         reason="needs a CUDA device of Hopper or later, and Triton",
     ),
 ]

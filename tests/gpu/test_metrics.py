@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.runs.records import made
 from orchestrator.config.settings import Config
-from orchestrator.live.metrics.exposition import exposition
+from orchestrator.live.metrics.metrics import exposition
 from orchestrator.record.files.reading import read_events
 from orchestrator.record.live.state import RunState
 from orchestrator.record.machine.monitor import Monitor

@@ -61,6 +61,16 @@ def test_killed_hosts_cost_nothing_on_a_gpu(job: Job, calm: FinishedRun, tmp_pat
     assert read_summary(run.run_dir)["device"] == read_summary(calm.run_dir)["device"] != "cpu"
 
 
+def test_killed_hosts_come_back_with_their_shards(job: Job, tmp_path: Path) -> None:
+    sharded = replace(job, extra=(*job.extra, "--sharding", "zero3"))
+    calm = run_with_faults(sharded, tmp_path / "calm", FaultSchedule())
+    schedule = FaultSchedule().kill(1, step=23).kill(0, step=37, phase="snapshot").kill((0, 1), step=48)
+    run = run_with_faults(sharded, tmp_path / "run", schedule)
+    assert run.problems(calm, KILL_STEPS) == []
+    assert (len(run.fired), len(recoveries(run.events))) == (4, 3)
+    assert [recovery["source"] for recovery in recoveries(run.events)] == ["memory"] * 3
+
+
 def test_a_standby_that_has_rehearsed_takes_over(job: Job, calm: FinishedRun, tmp_path: Path) -> None:
     """It rehearses after the first segment of the others, which takes seconds."""
     schedule = FaultSchedule().kill(1, step=40)

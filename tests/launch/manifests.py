@@ -12,8 +12,7 @@ from jsonschema.exceptions import best_match
 from jsonschema.validators import validator_for
 
 from orchestrator.launch.files import file_text
-from orchestrator.launch.launch import Launch
-from orchestrator.launch.options import LaunchOptions
+from orchestrator.launch.launch import Launch, LaunchOptions
 
 SCHEMA = Path(__file__).with_name("rayjob.schema.json")
 

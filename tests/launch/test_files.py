@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from orchestrator.launch.files import WRITERS, file_text
+from orchestrator.launch.files import TEMPLATES, file_text
 from orchestrator.launch.launch import Launch
 from orchestrator.types import VERSION
 
@@ -38,7 +38,7 @@ def test_committed_files_are_what_launch_writes(name: str) -> None:
 
 
 def test_every_kind_has_a_file() -> None:
-    assert {options.kind for options in load_generator().FILES.values()} == set(WRITERS)
+    assert {options.kind for options in load_generator().FILES.values()} == set(TEMPLATES)
 
 
 def test_the_claim_is_the_one_that_the_manifests_name() -> None:

@@ -11,9 +11,7 @@ import pytest
 import yaml
 
 from orchestrator.launch.files import file_text
-from orchestrator.launch.kuberay import RAY_VERSION
-from orchestrator.launch.launch import Launch
-from orchestrator.launch.options import Kind, LaunchOptions
+from orchestrator.launch.launch import Kind, Launch, LaunchOptions
 from tests.launch.manifests import check_manifest, cluster_of, gpus, manifest, network_policy, pods
 
 KINDS: tuple[Kind, ...] = ("kuberay", "kuberay-cluster")
@@ -166,7 +164,8 @@ def test_the_same_command_begins_and_continues_a_run() -> None:
 
 
 def test_the_version_of_ray_is_the_pinned_one() -> None:
-    assert f"ray=={RAY_VERSION}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    version = cluster_of(manifest(LaunchOptions("kuberay")))["rayVersion"]
+    assert f"ray=={version}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
 def test_the_first_line_is_the_command_that_writes_the_file() -> None:

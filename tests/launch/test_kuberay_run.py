@@ -11,7 +11,7 @@ import pytest
 
 from harness.hosts.cluster import RayCluster, local_cluster
 from harness.runs.cli_runs import QUIET, SIZES, read_summary
-from orchestrator.launch.options import LaunchOptions
+from orchestrator.launch.launch import LaunchOptions
 from tests.launch.manifests import cluster_of, manifest
 
 

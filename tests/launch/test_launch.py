@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import UserError
-from orchestrator.launch.launch import Launch
-from orchestrator.launch.options import LaunchOptions
+from orchestrator.launch.launch import Launch, LaunchOptions
 
 
 def launch(**options: Any) -> Launch:

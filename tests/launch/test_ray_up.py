@@ -13,8 +13,7 @@ import yaml
 
 from orchestrator.errors import UserError
 from orchestrator.launch.files import file_text
-from orchestrator.launch.launch import Launch
-from orchestrator.launch.options import LaunchOptions
+from orchestrator.launch.launch import Launch, LaunchOptions
 
 NFS = "10.0.0.2:/runs"
 GCP: dict[str, Any] = {"cloud": "gcp", "project": "my-project", "storage": NFS}

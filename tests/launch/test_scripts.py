@@ -13,8 +13,7 @@ import yaml
 
 from orchestrator.errors import UserError
 from orchestrator.launch.files import file_text
-from orchestrator.launch.launch import Launch
-from orchestrator.launch.options import Kind, LaunchOptions
+from orchestrator.launch.launch import Kind, Launch, LaunchOptions
 
 HOSTILE = "a b; touch canary; echo $HOME `touch canary` 'x' \"y\"\ntouch canary $(touch canary) @NAME@"
 """A text that leaves a file where a shell executes a part of it."""

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from orchestrator.launch.files import file_text
-from orchestrator.launch.launch import Launch
-from orchestrator.launch.options import LaunchOptions
+from orchestrator.launch.launch import Launch, LaunchOptions
 from tests.launch.test_slurm_run import SRUN
 
 PYTHON = f"""#!{sys.executable}

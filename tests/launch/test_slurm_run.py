@@ -22,8 +22,7 @@ import pytest
 from harness.hosts.cluster import processes_of_session
 from harness.runs.cli_runs import QUIET, SIZES, read_summary, steps_recorded
 from orchestrator.launch.files import file_text
-from orchestrator.launch.launch import Launch
-from orchestrator.launch.options import LaunchOptions
+from orchestrator.launch.launch import Launch, LaunchOptions
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done

@@ -20,8 +20,7 @@ import pytest
 from harness.hosts.cluster import free_port, processes_of_session
 from harness.runs.cli_runs import QUIET, SIZES, read_summary
 from orchestrator.launch.files import file_text
-from orchestrator.launch.launch import Launch
-from orchestrator.launch.options import LaunchOptions
+from orchestrator.launch.launch import Launch, LaunchOptions
 
 SSH = """#!/bin/sh
 [ "$1 $2" = "-o BatchMode=yes" ] || exit 255

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from orchestrator.measure.throughput import TimedBlock, rate_of
+from orchestrator.measure.timed_steps import TimedBlock, rate_of
 
 
 def test_the_interval_of_two_blocks_uses_students_t() -> None:

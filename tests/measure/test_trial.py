@@ -68,6 +68,7 @@ def test_a_trial_of_few_steps_runs_no_more() -> None:
     assert (result.done, result.steps) == (True, 1)  # the other step is the warm-up
 
 
+@pytest.mark.extended
 def test_a_trial_has_the_validation_metrics_and_misses_none() -> None:
     (result,) = run_trial(TrialLimits(1.0, steps=2, metric="accuracy"))
     assert 0 <= result.metrics["accuracy"] <= 1

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COPIED = ("orchestrator", "experts", "benchmarks", "tests", "docs", "README.md", "pyproject.toml")
-OWN_PACKAGES = ("orchestrator", "experts", "benchmarks", "tests")
+COPIED = ("orchestrator", "experts", "harness", "benchmarks", "tests", "docs", "README.md", "pyproject.toml")
+OWN_PACKAGES = ("orchestrator", "experts", "harness", "benchmarks", "tests")
 # Loaded once, before the forks. Nothing of the repository itself: a mutant replaces it.
 PRELOAD = (
     "torch",

@@ -50,43 +50,43 @@ TARGETS = (
     "orchestrator/runtime/expert_parallel/states.py",
 )
 
-_SILENT_ROWS = "test_silent_rows.py"
-_SILENT_GRADIENTS = "test_silent_gradients.py"
-_SILENT_BALANCE = "test_silent_balance.py"
-_SILENT_FAILURES = "test_silent_failures.py"
+_SILENT_ERRORS = "test_silent_errors.py"
 _STEP_FP16 = "test_stepper_fp16.py"
 
 MORE_TESTS: dict[str, tuple[str, ...]] = {
-    "experts/moe/gate.py": ("moe/test_layer.py", _SILENT_BALANCE),
+    "experts/moe/gate.py": ("moe/test_layer.py", _SILENT_ERRORS),
     "experts/tokens/dispatch.py": ("moe/test_layer.py", "moe/test_token_exchange.py"),
     "experts/moe/bank.py": ("moe/test_layer.py", "kernels/test_kernels.py"),
-    "experts/moe/layer.py": ("moe/test_token_exchange.py", _SILENT_ROWS),
-    "experts/moe/token_exchange.py": (_SILENT_ROWS,),
+    "experts/moe/layer.py": ("moe/test_token_exchange.py", _SILENT_ERRORS),
+    "experts/moe/token_exchange.py": (_SILENT_ERRORS,),
     "experts/tokens/bounds.py": ("test_layer_on_hosts.py",),
     "experts/tokens/exchange.py": ("test_layer_on_hosts.py",),
     "experts/tokens/transfer.py": ("experts/tokens/test_exchange.py", "test_layer_on_hosts.py"),
-    "experts/balance.py": ("test_gate.py", _SILENT_BALANCE),
+    "experts/balance.py": ("test_gate.py", _SILENT_ERRORS),
     "experts/placement/problem.py": ("experts/placement/test_placement.py", "placement/test_search.py"),
     "experts/placement/search.py": ("placement/test_longest_first.py", "placement/test_placement.py"),
-    "orchestrator/train/stepper.py": (_SILENT_FAILURES, _SILENT_GRADIENTS),
-    "orchestrator/train/step/out_of_memory.py": ("test_stepper.py", _SILENT_FAILURES),
+    "orchestrator/train/stepper.py": (_SILENT_ERRORS,),
+    "orchestrator/train/step/out_of_memory.py": ("test_stepper.py", _SILENT_ERRORS),
     "orchestrator/train/step/totals.py": ("test_stepper.py",),
-    "orchestrator/train/step/update.py": ("test_stepper.py", _SILENT_GRADIENTS, _STEP_FP16, _SILENT_BALANCE),
+    "orchestrator/train/step/update.py": ("test_stepper.py", _SILENT_ERRORS, _STEP_FP16),
     "orchestrator/train/data/steps.py": ("data/test_loading.py",),
     "orchestrator/train/data/indexed.py": ("data/test_loading.py",),
     "orchestrator/train/data/opening.py": ("test_trainer_streams.py",),
     "orchestrator/train/device/batches.py": ("device/test_device_copies.py",),
     "orchestrator/train/device/clock.py": ("device/test_timing.py",),
     "orchestrator/train/device/precision.py": ("test_stepper.py", _STEP_FP16),
-    "orchestrator/train/strategies/base.py": ("strategies/test_ddp.py", _SILENT_GRADIENTS),
+    "orchestrator/train/strategies/base.py": ("strategies/test_ddp.py", _SILENT_ERRORS),
     "orchestrator/train/strategies/buckets.py": ("strategies/test_ddp.py",),
     "orchestrator/train/strategies/buffers.py": ("strategies/test_ddp.py",),
     "orchestrator/train/strategies/building.py": ("worker/test_build.py",),
-    "orchestrator/train/strategies/ddp.py": (_SILENT_GRADIENTS,),
-    "orchestrator/train/strategies/expert_parallel.py": (_SILENT_GRADIENTS,),
+    "orchestrator/train/strategies/ddp.py": (_SILENT_ERRORS,),
+    "orchestrator/train/strategies/expert_parallel.py": (_SILENT_ERRORS,),
+    "orchestrator/train/strategies/reproducible_shards.py": ("test_reproducible_shards.py",),
     "orchestrator/train/strategies/fsdp.py": (_STEP_FP16,),
-    "orchestrator/train/strategies/host_mesh.py": ("strategies/test_expert_parallel.py",),
-    "orchestrator/train/strategies/sharded_dense.py": ("strategies/test_expert_parallel.py",),
+    "orchestrator/train/strategies/host_mesh.py": (
+        "strategies/test_expert_parallel.py",
+        "test_reproducible_shards.py",
+    ),
     "orchestrator/train/strategies/placement_file.py": ("strategies/test_placement.py",),
     "orchestrator/train/checkpoint/state.py": ("checkpoint/test_snapshots.py", "test_snapshot_resume.py"),
     "orchestrator/train/checkpoint/capture.py": ("test_capture.py", "test_snapshot_resume.py"),

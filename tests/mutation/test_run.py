@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.mutation.run import ROOT, read_planted
+from tests.mutation.sandbox import COPIED
 
 MODULE = '''"""A module."""
 
@@ -103,3 +107,14 @@ def test_a_sample_depends_on_the_seed_alone(repository: Path) -> None:
     first = run(repository, "--list", "--count", "2", "--seed", "3", "experts/clip.py").stdout
     assert first == run(repository, "--list", "--count", "2", "--seed", "3", "experts/clip.py").stdout
     assert len(first.splitlines()) == 2
+
+
+def test_a_copy_of_the_repository_has_the_folders_that_its_tests_import() -> None:
+    """Without a folder that ``tests/conftest.py`` or ``harness/`` imports, each test would fail."""
+    tests = {path for planted in read_planted() for path in planted.tests if path.endswith(".py")}
+    files = [ROOT / "tests/conftest.py", *(ROOT / "harness").rglob("*.py"), *(ROOT / path for path in tests)]
+    imports = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
+    found = {name for file in files for name in imports.findall(file.read_text(encoding="utf-8"))}
+    ours = {name for name in found if (ROOT / name).is_dir()}
+    assert "harness" in ours
+    assert ours <= set(COPIED)

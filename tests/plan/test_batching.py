@@ -10,6 +10,7 @@ import pytest
 from harness.fakes.batch_plans import batches, memory_of, shared, sizes
 from harness.fakes.inventories import model
 from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
 from orchestrator.plan.batching import MEMORY_CLASSES, Batching, plan_batches
 from orchestrator.plan.estimate import estimate_memory
 from orchestrator.types import GIB, MIB, Choice, Rejected, bytes_text
@@ -238,3 +239,13 @@ def test_one_pass_may_fit_where_fewer_samples_do_not() -> None:
     limit_bytes = estimate_memory(facts, 64, False, None, single_pass=True).total
     assert not estimate_memory(facts, 63, False, limit_bytes).fits
     assert sizes(batches(facts, limit_bytes=limit_bytes)) == (64, 1, 64)
+
+
+def test_more_micro_batches_than_exact_sums_can_hold_are_refused():
+    settings = {"reproducible": True, "batch_size": 1}
+    allowed = plan_batches(
+        Config.of(**settings, global_batch_size=4096), model(samples=10_000), None, 1e12, None
+    )
+    assert allowed.batch_size.value == 1
+    with pytest.raises(UserError, match="4097 micro-batches"):
+        plan_batches(Config.of(**settings, global_batch_size=4097), model(samples=10_000), None, 1e12, None)

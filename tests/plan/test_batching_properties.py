@@ -24,7 +24,7 @@ BATCH_NAMES = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     config=st.one_of(configs(*BATCH_NAMES), configs(*reversed(BATCH_NAMES)), configs()),
     facts=models(),
@@ -44,9 +44,14 @@ def test_batch_and_accumulation_cover_the_global_batch_exactly(
     batch, parts, whole = sizes(chosen)
     assert min(batch, parts, whole, chosen.evaluation.value) >= 1
     assert batch * parts * workers >= whole
-    assert batch * (parts - 1) * workers < whole, "a micro-batch would be empty"
-    assert workers <= whole == facts.at_most(whole)
-    assert (batch - 1) * workers < whole
+    assert batch * (parts - 1) * workers < whole, "a round would be empty"
+    assert whole == facts.at_most(whole)
+    if config.run.reproducible:
+        # Micro-batches do not depend on the workers, some of which may have none of a round.
+        assert batch <= whole
+    else:
+        assert workers <= whole
+        assert (batch - 1) * workers < whole
     if config.batch.global_batch_size and not config.run.debug:
         assert whole == facts.at_most(config.batch.global_batch_size)
     choices = [
@@ -60,7 +65,7 @@ def test_batch_and_accumulation_cover_the_global_batch_exactly(
     assert all(choice.reason for choice in choices)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     facts=models(),
     memory_total=st.one_of(st.none(), st.integers(2 * GIB, 200 * GIB)),

@@ -15,7 +15,7 @@ from orchestrator.plan.experts import choose_chunks, choose_kernel, settle_strat
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan
 from orchestrator.plan.reasons import NO_AUTO
-from orchestrator.strategies import DATA_PARALLEL, EXPERT_PARALLEL, SINGLE, StrategyName
+from orchestrator.strategies import DATA_PARALLEL, EXPERT_PARALLEL, LIVE_DATA_PARALLEL, SINGLE, StrategyName
 from orchestrator.types import GIB, Choice, bytes_text
 
 CPU = machine()
@@ -66,7 +66,7 @@ def test_the_reason_has_the_memory_that_one_sample_needs_in_the_plan():
     assert divided.fits
     chosen = settled(limit_bytes)
     assert f"one sample needs {bytes_text(divided.total)} of the usable" in chosen.reason
-    assert chosen.rejected[0].why.endswith("with recomputed activations")
+    assert "with a copy on every worker one sample would need" in chosen.rejected[0].why
 
 
 LIMITED = replace(EXPERTS, limits_capacity=True)
@@ -113,7 +113,6 @@ def test_experts_of_a_model_that_fits_are_not_divided_and_the_reason_says_why():
         ({"sync_batchnorm": True}, "sync_batchnorm works with data_parallel only"),
         ({"static_graph": True}, "static_graph works with data_parallel only"),
         ({"find_unused_parameters": True}, "find_unused_parameters works with data_parallel only"),
-        ({"batch_size": "auto"}, "batch_size auto works with data_parallel only"),
     ],
 )
 def test_settings_of_data_parallelism_rule_out_expert_parallelism(given: dict[str, Any], words: str):
@@ -129,7 +128,7 @@ def test_a_dense_model_and_one_worker_divide_nothing():
 
 def test_sharding_is_chosen_if_the_dense_part_does_not_fit():
     """Experts are divided and the dense part is sharded; a task's own optimizer may refuse such a mixture."""
-    sizes: dict[str, Any] = {"parameters": 10**9, "trainable": 10**9, "expert_parameters": 10**8}
+    sizes: dict[str, Any] = {"parameters": 10**9, "trainable": 10**9, "expert_parameters": 5 * 10**8}
     heavy = model(**sizes, own_optimizer=True)
     limit_bytes = needed_bytes("zero3", heavy)
     assert needed_bytes("experts", heavy) > limit_bytes
@@ -167,6 +166,39 @@ def test_expert_parallelism_of_a_dense_model_is_refused_with_advice():
             hosted(inventory, DENSE)
 
 
+# --- live recovery
+
+
+@pytest.mark.parametrize("given", [{}, {"parallel_strategy": "data_parallel"}])
+def test_live_recovery_of_a_dense_model_needs_hosts_with_snapshots_and_spares(given: dict[str, Any]):
+    four = machine(*map(gpu, range(4)))
+    chosen = planned(four, DENSE, recovery="live", spares=1, sharding="zero2", **given)
+    flags = "--parallel-strategy data_parallel --recovery live" if given else "--recovery live"
+    assert (chosen.strategy.value, chosen.strategy.reason) == ("live_data_parallel", f"set by {flags}")
+    assert (chosen.workers.value, chosen.sharding.value, chosen.snapshots.value) == (3, "zero2", "on")
+    assert chosen.gate.reason == "not used: the model has no experts"
+    restarted = planned(four, DENSE, recovery="restart")
+    assert restarted.strategy.value == "data_parallel"
+    assert restarted.snapshots.reason == "not used: after a loss all workers restart from a checkpoint"
+
+
+def test_live_recovery_divides_experts_where_it_may():
+    chosen = planned(TWO, model(), recovery="live")
+    assert chosen.strategy.value == "expert_parallel"
+    assert chosen.strategy.reason == "set by --recovery live; hosts of experts recover live"
+    refused: list[dict[str, Any]] = [
+        {"parallel_strategy": "data_parallel"},
+        {"auto": False},
+        {"sharding": "zero2"},
+    ]
+    for given in refused:
+        with pytest.raises(
+            UserError,
+            match=r"model has experts; .* --parallel-strategy expert_parallel, or --recovery restart",
+        ):
+            planned(TWO, model(), recovery="live", **given)
+
+
 def test_the_plan_divides_experts_by_itself():
     four = machine(*(gpu(index, total=12 * GIB) for index in range(4)))
     chosen = planned(four, EXPERTS)
@@ -184,6 +216,7 @@ def test_the_plan_divides_experts_by_itself():
         chosen.activation_checkpointing.value,
         chosen.memory.limit,
         ModelSharding(4, "experts"),
+        chosen.accumulation_steps.value == 1,
     )
     assert planned(four, EXPERTS, parallel_strategy="data_parallel").sharding.value != "none"
     assert planned(four).strategy.value == "data_parallel"
@@ -383,6 +416,15 @@ def test_settings_without_effect_are_reported():
     ) == "--gate primary, --placement round_robin, --exchange-chunks 4 are not used: " + (
         "the model has no experts"
     )
+
+
+def test_spares_without_live_recovery_are_reported():
+    for facts, flag in ((model(), "--parallel-strategy expert_parallel"), (DENSE, "--recovery live")):
+        message = unused_settings(Config.of(spares=1), DATA_PARALLEL, facts)
+        assert message is not None
+        assert message.startswith("--spares 1 is not used: standby hosts")
+        assert message.endswith(f"add {flag}")
+    assert unused_settings(Config.of(spares=1), LIVE_DATA_PARALLEL, DENSE) is None
 
 
 def test_settings_with_effect_are_not_reported():

@@ -21,7 +21,7 @@ from harness.fakes.inventories import (
     planned_or_refused,
 )
 from orchestrator.config.settings import Config
-from orchestrator.errors import UserError
+from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.compute import choose_precision, with_memory_settings
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
 from orchestrator.plan.evolution import grown
@@ -53,7 +53,7 @@ def sharding_of(chosen: Plan, offload: bool = False) -> ModelSharding:
 # --- properties for any settings on any machine
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(config=configs(), inventory=machines(), facts=models())
 def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Inventory, facts: ModelFacts):
     chosen = planned_or_refused(config, inventory, facts)
@@ -68,10 +68,14 @@ def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Invent
     rules = chosen.evolution_rules
     facts = with_memory_settings(config, facts)
     largest = grown(facts, rules.max_experts) if rules else facts
-    assert chosen.memory == estimate_memory(largest, batch, recompute, chosen.memory.limit, sharding)
+    single_pass = chosen.accumulation_steps.value == 1
+    limit = chosen.memory.limit
+    assert chosen.memory == estimate_memory(largest, batch, recompute, limit, sharding, single_pass)
     assert chosen.data_ranks == sharding.data_ranks
     covered = batch * chosen.accumulation_steps.value * chosen.data_ranks
-    assert covered >= chosen.global_batch_size.value >= chosen.data_ranks
+    # The batch of a reproducible run does not follow the workers: some may have none of it.
+    least = 1 if config.run.reproducible else chosen.data_ranks
+    assert covered >= chosen.global_batch_size.value >= least
     assert chosen.total_steps.value is None or chosen.total_steps.value >= 1
     assert chosen.loader_workers.value >= 0
     assert chosen.log_every.value >= 1
@@ -255,16 +259,6 @@ def test_a_state_that_does_not_fit_is_sharded():
     assert not planned(FOUR_SMALL, BIG, sharding="none").memory.fits
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
-def test_a_plan_that_must_shard_refuses_an_optimizer_of_whole_weights(optimizer: str):
-    big = replace(BIG, parameters=2 * BIG.parameters, trainable=2 * BIG.trainable)
-    assert planned(FOUR_SMALL, big).sharding.value != "none"
-    with pytest.raises(UserError, match=f"--optimizer {optimizer} needs whole weights, and they have to be"):
-        planned(FOUR_SMALL, big, optimizer=optimizer)
-    own = replace(big, own_optimizer=True)
-    assert planned(FOUR_SMALL, own, optimizer=optimizer).sharding.value != "none", "it is not used"
-
-
 def test_compiled_experts_on_hosts_are_not_recomputed():
     settings: dict[str, Any] = {"parallel_strategy": "expert_parallel", "workers": 2, "compile": "on"}
     experts = model(experts=4, expert_parameters=10**6)
@@ -274,8 +268,13 @@ def test_compiled_experts_on_hosts_are_not_recomputed():
 
 
 def test_the_estimate_accounts_for_offloading():
-    chosen = planned(FOUR_SMALL, BIG, cpu_offload=True)
+    roomy = replace(FOUR_SMALL, ram_free=21 * GIB)
+    chosen = planned(roomy, BIG, cpu_offload=True)
     assert (chosen.sharding.value, chosen.memory.optimizer) == ("zero2", 0)
+    # Four fifths of the memory may be used; two nodes have half of the 14.9 GiB of state each.
+    with pytest.raises(ResourceError, match=r"keeps 14\.9 GiB of .*, and 12\.8 GiB is usable there"):
+        planned(FOUR_SMALL, BIG, cpu_offload=True)
+    planned(FOUR_SMALL, BIG, cluster(2, 2), cpu_offload=True)
 
 
 def test_a_resumed_run_keeps_its_global_batch_on_other_workers():

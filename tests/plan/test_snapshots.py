@@ -42,6 +42,15 @@ def test_a_node_keeps_its_experts_and_the_dense_part_once() -> None:
     assert snapshot_memory(adapters, 3, 2).buffers == pytest.approx(expected), "a tenth is trained and saved"
 
 
+def test_a_node_keeps_the_shards_of_its_hosts() -> None:
+    """Two of three hosts on the node: two thirds of the dense part."""
+    facts = model(parameters=99 + 70, trainable=169, expert_parameters=70, experts=7)
+    one_set = 12 * (2 * 30 + 66)
+    sharded = snapshot_memory(facts, 3, 2, sharded=True)
+    assert sharded == SnapshotMemory(2 * one_set, 2 * one_set, 2 * one_set)
+    assert snapshot_memory(facts, 3, 3, sharded=True) == snapshot_memory(facts, 3, 3), "all of it"
+
+
 @pytest.mark.parametrize(("moments", "averages", "numbers"), [(2.0, 1.0, 4), (1.0, 0.0, 2), (0.5, 0.0, 1.5)])
 def test_the_state_is_that_of_the_chosen_optimizer_and_of_averages(
     moments: float, averages: float, numbers: float

@@ -33,6 +33,7 @@ def metadata(distributions: Distributions) -> Message:
     return Parser().parsestr(wheel_text(distributions, "METADATA"))
 
 
+@pytest.mark.extended
 def test_the_wheel_holds_every_file_of_the_packages_and_no_other(distributions: Distributions) -> None:
     expected = {name for name in source_files() if name.split("/")[0] in PACKAGES}
     found = {name for name in wheel_names(distributions) if ".dist-info/" not in name}
@@ -52,6 +53,7 @@ def test_only_tracked_files_are_packed(tmp_path: Path) -> None:
     assert source_files(tmp_path) == [".gitignore", "tests/test_it.py"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name",
     [
@@ -61,12 +63,15 @@ def test_only_tracked_files_are_packed(tmp_path: Path) -> None:
         "orchestrator/plan/cost/devices.json",
         "orchestrator/launch/templates/slurm.sbatch",
         "orchestrator/launch/templates/hosts.sh",
+        "orchestrator/report/draw/page.css",
+        "orchestrator/report/draw/page.js",
     ],
 )
 def test_data_files_are_in_the_wheel(distributions: Distributions, name: str) -> None:
     assert name in wheel_names(distributions)
 
 
+@pytest.mark.extended
 def test_the_source_distribution_is_the_repository(distributions: Distributions) -> None:
     with tarfile.open(distributions.sdist) as archive:
         files = [member.name for member in archive.getmembers() if member.isfile()]
@@ -75,6 +80,7 @@ def test_the_source_distribution_is_the_repository(distributions: Distributions)
     assert sorted((found - written) ^ set(source_files())) == [], "folders are listed in MANIFEST.in"
 
 
+@pytest.mark.extended
 def test_the_metadata_name_version_licence_and_command(
     distributions: Distributions, metadata: Message
 ) -> None:

@@ -15,7 +15,7 @@ from harness.fakes.fake_evolution import EVOLVING_HOSTS, evolving_events
 from harness.fakes.fake_run import write_run
 from harness.fakes.fake_sweep import FakeSweep, write_record
 from orchestrator.record.events.kinds import JsonEvent as Event
-from orchestrator.report.draw.markup import esc
+from orchestrator.report.draw.html import esc
 from orchestrator.report.run.figures.read import read_run_record
 from orchestrator.report.run.page import page
 from orchestrator.report.sweep.page import sweep_page

@@ -22,6 +22,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, TaskFailed, TrainingFailed
 from orchestrator.live.callbacks.callback_values import EndInfo
 from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner
+from orchestrator.record.events import kinds
 from orchestrator.record.events.kinds import Event
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.reading import of_kind, read_events
@@ -72,8 +73,8 @@ class FakeCluster:
     attempts: list[FakeAttempt] = field(default_factory=list)
     clock_offset_s: float = 0.0
     """How far the clock of the workers' node is ahead."""
-    last_event: dict[str, Any] = field(default_factory=dict)
-    """The event after the steps; none if empty."""
+    last_event: Event | None = None
+    """The event after the steps."""
 
     def start(
         self,
@@ -92,16 +93,16 @@ class FakeCluster:
     def write_events(self, workers: int, steps: range) -> None:
         log = EventLog(self.run_dir / "events.jsonl")
         if steps:
-            log.write("start", workers=workers, step=steps[0] - 1, build_seconds=0.001, **self._time())
+            log.write(kinds.Start(workers=workers, step=steps[0] - 1, build_seconds=0.001, time=self._time()))
         for step in steps:
             time.sleep(0.002)
-            log.write("step", step=step, **self._time())
+            log.write(kinds.Step(step=step, time=self._time()))
         if self.last_event:
-            log.write(**self.last_event)
+            log.write(self.last_event)
         log.close()
 
-    def _time(self) -> dict[str, float]:
-        return {"time": time.time() + self.clock_offset_s}
+    def _time(self) -> float:
+        return time.time() + self.clock_offset_s
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return of_kind(read_events(self.run_dir / "events.jsonl"), kind)
@@ -195,7 +196,7 @@ def test_an_error_of_the_last_callback_is_the_end_of_the_run(
 
     def write_end(_: FakeAttempt) -> None:
         log = EventLog(cluster.run_dir / "events.jsonl")
-        log.write("end", status="completed", reason="5 steps done", steps=5, seconds=1.0)
+        log.write(kinds.End(status="completed", reason="5 steps done", steps=5, seconds=1.0))
         log.close()
 
     monkeypatch.setattr(FakeAttempt, "close", write_end)
@@ -259,7 +260,7 @@ def test_the_source_of_a_recovery_is_the_one_that_the_workers_record(tmp_path: P
     with module._RunRecord(tmp_path, []) as record:
         record.recovery_log.failed(LOST, "host 1 was lost", 3, 9, FailureTimes(1000.0, 1001.0))
         record.recovery_log.regrouped(3, "disk", 1002.0)
-        EventLog(tmp_path / "events.jsonl").write("resume", step=5, path=None, source="memory", skipped=[])
+        EventLog(tmp_path / "events.jsonl").write(kinds.Resume(step=5, path=None, source="memory"))
         record.poll()
         record.recovery_log.restored(1003.0)
         record.recovery_log.stepped(9, 1004.0)
@@ -273,8 +274,8 @@ def test_steps_that_are_not_repeated_and_have_no_events_are_told(tmp_path: Path)
     with module._RunRecord(tmp_path, []) as record:
         for steps, resumed in (((1, 2), 2), ((3,), 5), ((6,), 5)):
             for step in steps:
-                workers.write("step", step=step)
-            workers.write("resume", step=resumed, path=None, source="memory", skipped=[])
+                workers.write(kinds.Step(step=step))
+            workers.write(kinds.Resume(step=resumed, path=None, source="memory"))
             record.poll()
     (warning,) = of_kind(read_events(tmp_path / "events.jsonl"), "warning")
     assert "the events of steps 4 to 5 are missing" in warning["message"]
@@ -288,10 +289,10 @@ def test_a_linked_run_whose_last_events_have_not_arrived_has_failed(
     folder = RemoteFolder(f"memory://{uuid4().hex}/run1")
     monkeypatch.setattr(module, "open_link", lambda *_: DriverEnd(folder.url, None))
     # The end of an earlier session does not count.
-    EventLog(cluster.run_dir / "events.jsonl").write("end", status="stopped", steps=0)
+    EventLog(cluster.run_dir / "events.jsonl").write(kinds.End(status="stopped", steps=0))
     remote = RemoteRun(folder, cluster.run_dir, Mirror(cluster.run_dir, folder))
     if has_end:
-        cluster.last_event = {"event": "end", "status": "completed", "steps": 4}
+        cluster.last_event = kinds.End(status="completed", steps=4)
         assert drive_run(cluster, remote=remote) == "completed"
         return
     with pytest.raises(

@@ -101,7 +101,8 @@ def test_an_evaluation_that_loses_a_worker_begins_again_once(
     evaluate = ["evaluate", "run", "--workers", "2"]
     (kills / "once").touch()
     output = complete(shared_cluster, tmp_path, evaluate)
-    assert "was lost: the evaluation begins again" in output
+    # Either the killed worker is named, or the peer that lost contact with it: Ray reports one of them first.
+    assert ": the evaluation begins again" in output
     assert json.loads(result_file.read_text())["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     result_file.unlink()
     (kills / "always").touch()

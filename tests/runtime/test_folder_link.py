@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 
 from harness.storage.folder_links import ServerHandle, linked, wait_until
+from orchestrator.record.events import kinds
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import SilentLog
 from orchestrator.record.files.reading import read_events
@@ -28,14 +29,14 @@ def test_events_logs_and_files_of_a_worker_come_to_the_driver(
     run_dir = tmp_path / "worker"
     with linked(server, run_dir) as link:
         log = EventLog(run_dir / "events.jsonl")
-        log.write("step", step=1, loss=2.0)
+        log.write(kinds.Step(step=1, loss=2.0))
         link.flush()
         assert [event["step"] for event in read_events(driver_dir / "events.jsonl")] == [1]
         (run_dir / "plan.json").write_text('{"batch_size": 4}')
         (run_dir / "logs" / "worker_0.log").write_text("first\n")
         link.flush()
         (run_dir / "logs" / "worker_0.log").open("a").write("second\n")
-        log.write("step", step=2, loss=1.0)
+        log.write(kinds.Step(step=2, loss=1.0))
         log.close()
     assert [event["step"] for event in read_events(driver_dir / "events.jsonl")] == [1, 2]
     assert json.loads((driver_dir / "plan.json").read_text()) == {"batch_size": 4}
@@ -45,7 +46,7 @@ def test_events_logs_and_files_of_a_worker_come_to_the_driver(
 def test_a_worker_begins_with_the_record_and_sees_the_run(
     server: ServerHandle, driver_dir: Path, tmp_path: Path
 ) -> None:
-    EventLog(driver_dir / "events.jsonl").write("load", step=7)
+    EventLog(driver_dir / "events.jsonl").write(kinds.Load(step=7))
     run_dir = tmp_path / "worker"
     prepared: Any = None
     with linked(server, run_dir):
@@ -104,11 +105,11 @@ def test_what_was_written_while_the_driver_did_not_answer_comes_later(
     server.is_down = True
     with linked(server, run_dir) as link:
         log = EventLog(run_dir / "events.jsonl")
-        log.write("step", step=1)
+        log.write(kinds.Step(step=1))
         link.flush()
         assert (driver_dir / "events.jsonl").read_bytes() == b""
         server.is_down = False
-        log.write("step", step=2)
+        log.write(kinds.Step(step=2))
         wait_until(lambda: len(read_events(driver_dir / "events.jsonl")) == 2)
 
 
@@ -118,7 +119,7 @@ def test_a_flush_does_not_count_while_the_driver_does_not_answer(
     run_dir = tmp_path / "worker"
     server.is_down = True
     with linked(server, run_dir) as link:
-        EventLog(run_dir / "events.jsonl").write("step", step=1)
+        EventLog(run_dir / "events.jsonl").write(kinds.Step(step=1))
         seen: list[bytes] = []
 
         def flush() -> None:
@@ -141,7 +142,7 @@ def test_the_last_events_are_sent_again_until_they_arrive(
     run_dir = tmp_path / "worker"
     with linked(server, run_dir):
         server.is_down = True
-        EventLog(run_dir / "events.jsonl").write("end", status="completed")
+        EventLog(run_dir / "events.jsonl").write(kinds.End(status="completed"))
         later = threading.Timer(0.3, setattr, (server, "is_down", False))
         later.start()
     assert [event["event"] for event in read_events(driver_dir / "events.jsonl")] == ["end"]
@@ -176,7 +177,7 @@ def test_files_that_cannot_be_read_are_left_out_and_told_once(
         os.mkfifo(run_dir / "a.pipe")
         (run_dir / "secret.txt").write_text("of another user")
         for step in (1, 2):
-            EventLog(run_dir / "events.jsonl").write("step", step=step)
+            EventLog(run_dir / "events.jsonl").write(kinds.Step(step=step))
             link.flush()
             assert len(read_events(driver_dir / "events.jsonl")) == step
     assert not (driver_dir / "a.pipe").exists()
@@ -204,7 +205,7 @@ def test_a_request_follows_the_events_before_it(
     run_dir = tmp_path / "worker"
     server.is_down = True
     with linked(server, run_dir) as link:
-        EventLog(run_dir / "events.jsonl").write("step", step=1)
+        EventLog(run_dir / "events.jsonl").write(kinds.Step(step=1))
         waits: list[int] = []
 
         def wait() -> None:

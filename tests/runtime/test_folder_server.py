@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.storage.folder_links import ServerHandle, linked, wait_until
+from orchestrator.record.events import kinds
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.reading import read_events
 from orchestrator.runtime.folder_server import FileChange, FolderServer
@@ -18,12 +19,12 @@ def test_events_of_a_main_host_that_was_replaced_are_dropped(
     server: ServerHandle, driver_dir: Path, tmp_path: Path
 ) -> None:
     with linked(server, tmp_path / "old") as old:
-        EventLog(tmp_path / "old" / "events.jsonl").write("step", step=1)
+        EventLog(tmp_path / "old" / "events.jsonl").write(kinds.Step(step=1))
         old.flush()
         with linked(server, tmp_path / "new"):
-            EventLog(tmp_path / "old" / "events.jsonl").write("step", step=2, stale=True)
+            EventLog(tmp_path / "old" / "events.jsonl").write(kinds.Step(step=2, loss=0.5))
             old.flush()
-            EventLog(tmp_path / "new" / "events.jsonl").write("step", step=2)
+            EventLog(tmp_path / "new" / "events.jsonl").write(kinds.Step(step=2))
     events = read_events(driver_dir / "events.jsonl")
     assert [(event["step"], "stale" in event) for event in events] == [(1, False), (2, False)]
 
@@ -48,9 +49,9 @@ def test_a_worker_that_opens_the_record_after_the_clock_was_set_back_writes_it(
         clock.setattr("time.time_ns", lambda: 1)
         with linked(server, tmp_path / "new"):
             clock.undo()
-            EventLog(tmp_path / "old" / "events.jsonl").write("step", step=1, stale=True)
+            EventLog(tmp_path / "old" / "events.jsonl").write(kinds.Step(step=1, loss=0.5))
             old.flush()
-            EventLog(tmp_path / "new" / "events.jsonl").write("step", step=1)
+            EventLog(tmp_path / "new" / "events.jsonl").write(kinds.Step(step=1))
     (event,) = read_events(driver_dir / "events.jsonl")
     assert "stale" not in event
 
@@ -83,13 +84,13 @@ def test_a_restarted_server_takes_events_of_the_worker_that_had_opened_the_recor
     server: ServerHandle, driver_dir: Path, tmp_path: Path
 ) -> None:
     with linked(server, tmp_path / "old") as old, linked(server, tmp_path / "new") as new:
-        EventLog(tmp_path / "new" / "events.jsonl").write("step", step=1)
+        EventLog(tmp_path / "new" / "events.jsonl").write(kinds.Step(step=1))
         new.flush()
         server.restart()
         # Its call comes first: the server knows the later worker all the same.
-        EventLog(tmp_path / "old" / "events.jsonl").write("step", step=2, stale=True)
+        EventLog(tmp_path / "old" / "events.jsonl").write(kinds.Step(step=2, loss=0.5))
         old.flush()
-        EventLog(tmp_path / "new" / "events.jsonl").write("step", step=2)
+        EventLog(tmp_path / "new" / "events.jsonl").write(kinds.Step(step=2))
         new.flush()
     events = read_events(driver_dir / "events.jsonl")
     assert [(event["step"], "stale" in event) for event in events] == [(1, False), (2, False)]
@@ -104,7 +105,7 @@ def test_what_was_sent_again_after_a_lost_reply_is_written_once(
         log = EventLog(run_dir / "events.jsonl")
         for step in (1, 2, 3):
             server.num_lost_replies = 1
-            log.write("step", step=step)
+            log.write(kinds.Step(step=step))
             (run_dir / "logs" / "worker_0.log").open("a").write(f"step {step}\n")
             wait_until(lambda: server.num_lost_replies == 0)
             if is_restarted:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from harness.runs.records import decoded, made
+from orchestrator.record.events import kinds
 from orchestrator.record.events.effective import effective_events
 from orchestrator.record.events.kinds import Step
 from orchestrator.record.events.sessions import of_type
@@ -87,7 +88,7 @@ def test_a_failure_that_lost_no_step(run: Run) -> None:
 def test_recorded_steps_count_as_done(run: Run) -> None:
     """A host's last heartbeat may be older than the last step that it recorded."""
     for step in (8, 9, 10):
-        run.workers_log.write("step", step=step)
+        run.workers_log.write(kinds.Step(step=step))
     run.fail(at=1000.0, step=9)
     run.regroup(at=1004.0)
     run.recovery.stepped(6, 1006.0)
@@ -149,14 +150,14 @@ def test_a_failure_during_the_replay_ends_the_recovery_before(run: Run) -> None:
 def test_a_recovery_that_a_failure_ends_keeps_the_steps_in_between(run: Run) -> None:
     """Steps that were done between two failures, and not lost, stay in the record."""
     run.fail(1000.0, step=33)
-    run.workers_log.write("start", step=30, workers=3)
+    run.workers_log.write(kinds.Start(step=30, workers=3))
     run.regroup(1004.0)
-    run.workers_log.write("step", step=31)
+    run.workers_log.write(kinds.Step(step=31))
     run.recovery.stepped(31, 1006.0)
     run.fail(1010.0, step=32)
-    run.workers_log.write("start", step=31, workers=3)
+    run.workers_log.write(kinds.Start(step=31, workers=3))
     run.regroup(1014.0)
-    run.workers_log.write("step", step=32)
+    run.workers_log.write(kinds.Step(step=32))
     run.recovery.stepped(32, 1016.0)
     events = effective_events(decoded([{"event": "start"}, *read_events(run.path)]))
     assert [event.step for event in of_type(events, Step)] == [31, 32]
@@ -203,13 +204,13 @@ def test_the_reason_can_be_revised_until_the_recovery_ends(run: Run) -> None:
 
 
 def test_a_torn_line_of_a_lost_writer_is_left_to_the_next_writer(run: Run) -> None:
-    run.workers_log.write("notice", message="whole")
+    run.workers_log.write(kinds.Notice(message="whole"))
     with run.path.open("a") as lost_writer:
         lost_writer.write('{"event": "step", "st')
     size = run.path.stat().st_size
     run.fail(1000.0, step=33)
     assert run.path.stat().st_size == size, "the file of the workers is theirs"
-    EventLog(run.path).write("start", step=30)
+    EventLog(run.path).write(kinds.Start(step=30))
     assert [event["event"] for event in read_events(run.path)] == ["notice", "failure", "start"]
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from ray.exceptions import NodeDiedError
 
 from orchestrator.errors import UserError
 from orchestrator.runtime import shared_folder
@@ -17,36 +15,17 @@ from orchestrator.runtime.folder_server import DriverEnd
 from orchestrator.storage.folder import RemoteFolder
 
 
-def test_a_node_that_is_lost_while_it_is_asked_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(call: str) -> bool:
-        if call == "lost":
-            raise NodeDiedError("the node was lost")
-        return True
-
-    task = SimpleNamespace(options=lambda scheduling_strategy: task, remote=lambda argument: next(calls))
-    calls = iter(["good", "lost", "good too"])
-    fake_ray = SimpleNamespace(
-        remote=lambda **_: lambda function: task,
-        wait=lambda calls, num_returns, timeout: (calls, []),
-        get=get,
-    )
-    monkeypatch.setattr(shared_folder, "ray", fake_ray)
-    nodes = [{"NodeID": f"{number:056x}", "NodeManagerAddress": f"10.0.0.{number}"} for number in range(3)]
-    answers = shared_folder._ask_nodes(nodes, shared_folder.sees_file, "path")
-    assert answers == [("10.0.0.0", True), ("10.0.0.2", True)]
-
-
 def answering(
     monkeypatch: pytest.MonkeyPatch, sees_folder: list[bool], reasons: list[str], link: object = None
 ) -> None:
     """Let nodes answer the two questions of the driver."""
 
-    def ask_nodes(_nodes: object, function: Callable[..., Any], *_: str) -> list[tuple[str, Any]]:
+    def ask_nodes(_nodes: object, function: Callable[..., Any], *_: str) -> list[tuple[Any, Any]]:
         answers = sees_folder if function is shared_folder.sees_file else reasons
-        return [(f"10.0.0.{number}", answer) for number, answer in enumerate(answers)]
+        return [({"NodeManagerAddress": f"10.0.0.{n}"}, answer) for n, answer in enumerate(answers)]
 
     monkeypatch.setattr(shared_folder, "_other_nodes", lambda kind: [])
-    monkeypatch.setattr(shared_folder, "_ask_nodes", ask_nodes)
+    monkeypatch.setattr(shared_folder, "ask_nodes", ask_nodes)
     monkeypatch.setattr(shared_folder, "start_server", lambda *_: link)
 
 

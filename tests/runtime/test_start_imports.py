@@ -59,5 +59,6 @@ def test_a_process_imports_nothing_that_it_does_not_need_to_start(process: str) 
     assert loaded(all_modules, unwanted) == []
 
 
+@pytest.mark.extended
 def test_an_unwanted_import_is_found() -> None:
     assert loaded(["json", "sklearn"], ["sklearn", "ray.tune"]) == ["sklearn"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness.storage.folder_links import without_ray
+from orchestrator.record.events import kinds
 from orchestrator.record.files.event_log import EventLog, encode_event
 from orchestrator.record.files.reading import read_events
 from orchestrator.record.files.tail import Follower
@@ -180,9 +181,9 @@ def test_long_events_are_sent_in_pieces(
     run_dir = tmp_path / "worker"
     with FolderLink(DriverEnd("memory://run", handle), run_dir, rank=0):
         log = EventLog(run_dir / EVENTS)
-        log.write_all({"event": "step", "time": 1.0, "step": step} for step in range(1, 21))
-        log.write("notice", message="long " * 100)
-        log.write("step", step=21)
+        log.write(*(kinds.Step(time=1.0, step=step) for step in range(1, 21)))
+        log.write(kinds.Notice(message="long " * 100))
+        log.write(kinds.Step(step=21))
         log.close()
     assert (folder / EVENTS).read_bytes() == b"".join(pieces)
     assert (folder / EVENTS).read_bytes().count(b"\n") == 22

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from harness.storage.folder_links import ServerHandle
+from orchestrator.record.events import kinds
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.reading import read_events
 from orchestrator.runtime import folder_link
@@ -65,6 +66,6 @@ def test_files_that_did_not_reach_the_driver_stay_on_the_node(
         run_dir = folder.assignment.run_dir
         (run_dir.parent / "downloaded-1").mkdir()
         server.is_down = True
-        EventLog(run_dir / "events.jsonl").write("end", status="completed")
+        EventLog(run_dir / "events.jsonl").write(kinds.End(status="completed"))
     assert [event["event"] for event in read_events(run_dir / "events.jsonl")] == ["end"]
     assert not (run_dir.parent / "downloaded-1").exists()

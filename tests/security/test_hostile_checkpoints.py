@@ -176,6 +176,7 @@ def test_names_of_tensors_are_not_paths(scene: Scene) -> None:
     assert "the checkpoint has no" in output
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -195,7 +196,7 @@ def test_a_folder_with_a_foreign_name_is_no_checkpoint(scene: Scene, name: str) 
     assert "resumed at step 4" in output
 
 
-@pytest.mark.extended(but_first=4)
+@pytest.mark.extended(but_first=1)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", SKIPPED)
 def test_a_hostile_checkpoint_is_skipped_with_a_message(scene: Scene, name: str) -> None:
@@ -246,7 +247,7 @@ REFUSED: dict[str, Spoil] = {
 }
 
 
-@pytest.mark.extended(but_first=4)
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_hostile_state_is_refused(scene: Scene, name: str) -> None:
     """Its hashes are right, so it is the newest valid checkpoint, but its content is not."""

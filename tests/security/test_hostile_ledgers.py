@@ -114,6 +114,7 @@ def test_unknown_settings_in_a_ledger_are_refused(scene: Scene, settings: dict[s
     assert "setting" in output
 
 
+@pytest.mark.extended
 def test_a_hostile_ledger_can_be_shown_and_read(scene: Scene) -> None:
     folder = write_sweep(
         Path("swept"),
@@ -168,5 +169,5 @@ def test_a_hostile_ledger_can_be_shown_and_read(scene: Scene) -> None:
     assert code == 0, output
     assert_harmless(folder / "report.html")
     trials = read_sweep(folder)
-    assert set(trials.index) == {-5, *range(1, 37), 10**18}, "lines that are no trials are left out"
+    assert set(trials.index) == set(range(1, 37)), "lines that are no trials are left out"
     assert trials.loc[8, "batch_size"] == 64, "a deeply nested line does not replace a trial"

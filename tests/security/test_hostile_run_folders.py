@@ -122,7 +122,7 @@ TREES: dict[str, Callable[[Scene], str]] = {
 }
 
 
-@pytest.mark.extended(but_first=5)
+@pytest.mark.extended(but_first=1)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("name", ["config.yaml", "plan.json", "summary.json"])
@@ -164,6 +164,7 @@ PLANS: dict[str, Spoil] = {
 }
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_hostile_plan_is_not_followed(scene: Scene, name: str) -> None:
     PLANS[name](scene)
@@ -279,6 +280,7 @@ def test_a_hostile_event_log_can_be_drawn(scene: Scene, monkeypatch: pytest.Monk
     assert_harmless(scene.folder / "report.html")
 
 
+@pytest.mark.extended(but_first=4)
 @pytest.mark.parametrize("name", EVENTS)
 def test_a_hostile_event_log_can_be_read_as_tables(scene: Scene, name: str) -> None:
     append_events(scene, name)
@@ -288,6 +290,7 @@ def test_a_hostile_event_log_can_be_read_as_tables(scene: Scene, name: str) -> N
         read_run(scene.folder, table)
 
 
+@pytest.mark.extended(but_first=6)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("name", ["config.yaml", "plan.json", "summary.json"])

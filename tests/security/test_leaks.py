@@ -24,6 +24,7 @@ from orchestrator.config.reading.reader import Resolved, read_file
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import dump
 from orchestrator.live.screen.screen import Screen
+from orchestrator.record.events import kinds
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.ledger import LEDGER, Ledger, TrialRow, read_sweep_record
 from orchestrator.record.files.log import SilentLog
@@ -66,39 +67,36 @@ def test_an_event_log_holds_no_secret_and_all_events(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", [received.append], secrets=SECRETS)
     for number, canary in enumerate(CANARIES):
         log.write(
-            "warning",
-            kind=canary,
-            message=f'"{canary}" and {URL}',
-            step=number,
-            more={"a": [canary]},
-            metrics={canary: 0.5},
+            kinds.Warned(kind=canary, message=f'"{canary}" and {URL}', step=number),
+            kinds.Settings(changes=(kinds.ChangedSetting(now=[canary], origin=canary),)),
+            kinds.Evaluation(step=number, metrics={canary: 0.5}),
         )
     log.close()
     assert_none_in(tmp_path)
     assert_none_in(str(received))
-    assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == list(range(len(CANARIES)))
+    assert [event.get("step") for event in read_events(tmp_path / "events.jsonl")] == [
+        step for number in range(len(CANARIES)) for step in (number, None, number)
+    ]
 
 
 def test_names_of_ours_are_not_masked_in_events(tmp_path: Path) -> None:
     secrets = secrets_of(WORDS)
     log = EventLog(tmp_path / "events.jsonl", secrets=secrets)
     log.write(
-        "evaluate",
-        step=3,
-        samples=8,
-        position=2,
-        metrics={"weight": 1.5},
-        memory={"samples": 3},
-        note="sort by position",
+        kinds.Evaluation(
+            step=3,
+            samples=8,
+            metrics={"weight": 1.5},
+        ),
+        kinds.Epoch(step=3, epoch=0, memory=kinds.Memory(2, parts={"samples": 3})),
+        kinds.Notice(message="sort by position"),
     )
     log.close()
-    (event,) = read_events(tmp_path / "events.jsonl")
-    assert (event["event"], event["step"], event["samples"], event["position"]) == ("evaluate", 3, 8, 2)
-    assert (event["metrics"], event["memory"], event["note"]) == (
-        {MASK: 1.5},
-        {"samples": 3},
-        f"sort by {MASK}",
-    )
+    event, epoch, notice = read_events(tmp_path / "events.jsonl")
+    assert (event["event"], event["step"], event["samples"]) == ("evaluate", 3, 8)
+    assert event["metrics"] == {MASK: 1.5}
+    assert epoch["memory"]["parts"] == {"samples": 3}
+    assert notice["message"] == f"sort by {MASK}"
 
 
 def test_names_of_ours_are_not_masked_in_a_ledger(tmp_path: Path) -> None:
@@ -198,7 +196,7 @@ def test_secrets_of_the_driver_are_masked_on_other_nodes(
     run_dir.mkdir()
     write_config_and_plan(prepared, run_dir, {})
     log = EventLog(run_dir / "events.jsonl", secrets=prepared.hidden)
-    log.write("warning", kind="data", message=f"nothing in /data/{CANARIES[3]}")
+    log.write(kinds.Warned(kind="data", message=f"nothing in /data/{CANARIES[3]}"))
     log.close()
     assert_none_in(run_dir)
     assert f"/data/{MASK}" in (run_dir / "config.yaml").read_text()

@@ -105,6 +105,7 @@ def test_no_file_has_more_parts_than_s3_takes(gib: int) -> None:
     assert (part_bytes == 2**24) == (gib <= 156)
 
 
+@pytest.mark.extended
 def test_a_large_file_is_uploaded_in_larger_parts(
     s3: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

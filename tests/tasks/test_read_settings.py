@@ -121,7 +121,7 @@ def test_a_task_object_names_the_settings_that_it_reads() -> None:
     Trainer(task=Wide(), config=Config.of(width=9), quiet=True).prepare()
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("save", "lora", "balances"),
     [

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from harness.runs.live_bytes import LiveBytes
 from orchestrator.config.settings import Config
 from orchestrator.tasks import token_loss as module
 from orchestrator.tasks.nets import Decoder
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.tasks.task import Loss
-from orchestrator.tasks.token_loss import TokenLoss, counting_gradient_flop, has_large_logits, token_loss
+from orchestrator.tasks.token_loss import (
+    LogitTransform,
+    TokenLoss,
+    counting_gradient_flop,
+    counting_logit_memory,
+    has_large_logits,
+    token_loss,
+)
 
 TOKENS = 23
 WIDTH = 5
@@ -35,6 +45,19 @@ def make_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     output_VD = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=dtype)
     targets_T = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
     return hidden_TD.requires_grad_(), output_VD.requires_grad_(), targets_T
+
+
+def test_weights_stored_in_bf16_take_their_gradient_in_fp32() -> None:
+    hidden_TD, output_VD, targets_T = make_inputs(torch.float32)
+    stored_VD = output_VD.detach().bfloat16().requires_grad_()
+    stored_VD.grad_dtype = torch.float32
+    whole_VD = stored_VD.detach().float().requires_grad_()
+    for weights_VD in (stored_VD, whole_VD):
+        with torch.autocast("cpu", torch.bfloat16):
+            token_loss(hidden_TD, weights_VD, targets_T).sum.backward()
+    assert stored_VD.grad is not None
+    assert whole_VD.grad is not None
+    assert torch.equal(stored_VD.grad, whole_VD.grad)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
@@ -208,3 +231,42 @@ def test_a_decoder_returns_logits_without_targets(monkeypatch: pytest.MonkeyPatc
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     assert isinstance(model(tokens)[0], Tensor)
     assert isinstance(model(tokens, tokens)[0], TokenLoss)
+
+
+class PeakBytes(LiveBytes):
+    """Notes the most bytes that were alive after an operation."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().__torch_dispatch__(*args, **kwargs)
+        self.peak = max(self.peak, self.total())
+        return result
+
+
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.5), LogitTransform(0.5, 3.0)])
+@pytest.mark.parametrize("vocabulary", [4096, 4095], ids=["aligned", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_memory_of_logits_is_what_is_alive(
+    dtype: torch.dtype, vocabulary: int, transform: LogitTransform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 32 tokens. Beside the logits there are matrices of the width, which is small."""
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 32 * 4096)
+    hidden_TD = torch.randn(70, 2, dtype=dtype).requires_grad_()
+    output_VD = torch.randn(vocabulary, 2, dtype=dtype).requires_grad_()
+    targets_T = torch.randint(vocabulary, (70,))
+    with counting_logit_memory() as memory, PeakBytes() as alive:
+        token_loss(hidden_TD, output_VD, targets_T, transform=transform)
+    assert memory.whole / memory.chunk == pytest.approx(70 / 32)
+    assert memory.chunk == pytest.approx(alive.peak, rel=0.2)
+
+
+def test_logits_are_counted_where_memory_is_asked_for() -> None:
+    hidden_TD, output_VD, targets_T = make_inputs(torch.float32)
+    with counting_logit_memory() as outer:
+        with counting_logit_memory() as inner:
+            token_loss(hidden_TD, output_VD, targets_T)
+        assert (outer.whole, outer.chunk) == (0, 0)
+    token_loss(hidden_TD, output_VD, targets_T)
+    assert inner.whole == 3 * TOKENS * COLUMNS * 4, "logits, their softmax, and a padded gradient"
+    assert (outer.whole, outer.chunk) == (0, 0)

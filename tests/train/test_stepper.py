@@ -80,6 +80,7 @@ class _FailInBackward(torch.autograd.Function):
 # --- accumulation
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize(
     ("task", "micro_batch", "global_batch"),
     [(DoubleDigits, 16, 64), (DoubleDigits, 7, 64), (DoubleText, 5, 16)],

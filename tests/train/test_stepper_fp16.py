@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from harness.faults.planted_faults import step_batches
 from harness.hosts.ranks import run_ranks
+from harness.runs.host_runs import step_batches
 from harness.runs.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps
 from harness.runs.tiny_model import Tiny
 from harness.storage.snapshots import captured_contents
@@ -171,11 +171,11 @@ def make_overflow(stepper: Stepper, kind: str) -> Any:
     """Make one of this worker's gradients infinite; return the function that undoes it."""
     model: Any = stepper.strategy.model
     if kind == "shard":
-        real = stepper.strategy.local_parts
-        stepper.strategy.local_parts = lambda gradients: [
-            gradient.fill_(torch.inf) for gradient in real(gradients)
-        ]
-        return lambda: setattr(stepper.strategy, "local_parts", real)
+        real = stepper.strategy.gradient_norm
+        stepper.strategy.gradient_norm = lambda gradients, expert_squares: real(
+            [gradient.fill_(torch.inf) for gradient in gradients], expert_squares
+        )
+        return lambda: setattr(stepper.strategy, "gradient_norm", real)
     parameter = model.stem.weight
     if kind == "expert":
         parameter = next(stack for _, layer in moe_layers(model) for _, _, stack in layer.bank.stacks())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.model import mix
-from experts.transformers.files.places import check_memory, experts_places, is_hosted, own_tensors
+from experts.transformers.files.places import Target, check_memory, experts_places, is_hosted, own_tensors
 from experts.transformers.hosted import HostedExperts
 
 
@@ -117,7 +117,7 @@ class _StandIn:
     Some families initialise the tensors of a child from its parent: a child that is asked for becomes
     a stand-in too. ``tensors`` are in the place of the module's own."""
 
-    def __init__(self, name: str, module: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, name: str, module: nn.Module, tensors: Mapping[str, Target] | None = None) -> None:
         self._name = name
         self._targets = own_tensors(module) if tensors is None else tensors
         self._children: dict[str, _StandIn] = {}
@@ -165,10 +165,10 @@ class _Children(dict[str, Any]):
         return module if module is None else self._child(name, module)
 
 
-def _blank(tensor: Tensor) -> Tensor:
+def _blank(tensor: Target) -> Tensor:
     """Return a tensor that shows whether it was filled: all of it NaN.
 
     Weights are drawn in fp32 whatever their type is."""
-    if not tensor.is_floating_point():
+    if isinstance(tensor, Tensor) and not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return torch.full(tensor.shape, torch.nan)

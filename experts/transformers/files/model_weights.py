@@ -36,6 +36,19 @@ class ModelWeights:
         self._last = threading.local()
         self.stored: Mapping[str, Stored] = dict(self._stored())
 
+    @property
+    def packed(self) -> frozenset[str]:
+        """The names of matrices whose packed bytes are read from the files as they are."""
+        of_target = {
+            target: all(self._shards.is_packed(key) for key in group.all_keys) and self._keeps_bytes(target)
+            for target, group in self._group_of.items()
+        }
+        return frozenset(
+            name
+            for name in self.stored
+            if of_target[self._experts[name][1] if name in self._experts else name]
+        )
+
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """Return a tensor by its name in a checkpoint, or a range of its rows."""
         if name in self._experts:
@@ -59,6 +72,13 @@ class ModelWeights:
             parts = expert_parts(group, division, row)
             value = converted(self._model, group, parts, self._places, self._shards, row)[target]
         return in_our_layout(module, value)[0]
+
+    def _keeps_bytes(self, target: str) -> bool:
+        """Whether a tensor is read without a conversion of its own, or one expert at a time."""
+        place, group = self._places[target], self._group_of[target]
+        if not isinstance(place, ExpertsPlace):
+            return group.converter is None
+        return division_of(group, place, self._shapes(group)) != "none"
 
     def _read_whole(self, group: TensorGroup) -> Mapping[str, Tensor]:
         """Return all tensors of a group. The last is kept: its experts are asked for one after another."""

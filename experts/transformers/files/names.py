@@ -99,7 +99,7 @@ class _Shapes:
     def get_parameter(self, name: str) -> Tensor:
         place = self._places[name]
         if isinstance(place, ExpertsPlace) and self._row is not None:
-            return place.held[self._row]
+            return torch.empty(place.held[self._row].shape, device="meta")
         return torch.empty(place.shape, device="meta")
 
     get_parameter_or_buffer = get_parameter
@@ -181,7 +181,7 @@ def _memory(place: Any) -> object:
     """Return a key that is the same for tied tensors, and different for others."""
     if isinstance(place, ExpertsPlace):
         return place.name
-    return (place.tensor.device, place.tensor.data_ptr()) if place.tensor.numel() else place.name
+    return (place.memory.device, place.memory.data_ptr()) if place.memory.numel() else place.name
 
 
 def targets_of(group: TensorGroup, places: Places) -> list[str]:
@@ -195,6 +195,6 @@ def targets_of(group: TensorGroup, places: Places) -> list[str]:
     return [name for name in (group.target.replace(first, p, 1) for p in patterns) if name in places]
 
 
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

@@ -6,7 +6,6 @@ the model's own tensors and a few pieces."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -25,15 +24,20 @@ from experts.transformers.files.names import (
     division_of,
     group_keys,
 )
-from experts.transformers.files.places import ExpertsPlace, Place, Places, check_memory, places_of
+from experts.transformers.files.pieces import PIECE_BYTES, OnProgress, Piece, no_progress, run_pieces
+from experts.transformers.files.places import (
+    ExpertsPlace,
+    PackedTarget,
+    Place,
+    Places,
+    Target,
+    check_memory,
+    places_of,
+)
 from experts.transformers.files.shards import Shards, Slice, open_shards
 
-_PIECE_BYTES = 2**25
 _READERS = 4
 """Threads: a network disk answers several requests at once."""
-
-OnProgress = Callable[[int, int], None]
-"""Called with the bytes that are done, and all bytes that this host reads."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +53,8 @@ class WeightsRead:
     """Names in the files that the model has no tensor for. They were not read."""
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Some bytes of the files, and the function that brings them to their place."""
-
-    num_bytes: int
-    fill: Callable[[], None]
-
-
 Parts = Mapping[str, Sequence[Slice]]
 """Parts of the files by the patterns of a conversion."""
-
-
-def no_progress(done_bytes: int, all_bytes: int) -> None:
-    """Ignore the progress of reading."""
 
 
 @torch.no_grad()
@@ -83,121 +75,107 @@ def read_weights(model: Any, folder: Path, on_progress: OnProgress = no_progress
         grouping = group_keys(model, shards.entries, places)
         check_complete(model, grouping, places)
         pieces = list(_pieces(model, grouping, places, shards))
-        _fill_all(pieces, on_progress)
+        run_pieces(pieces, _READERS, on_progress)
         file_bytes = sum(entry.end - entry.begin for entry in shards.entries.values())
         seconds = perf_counter() - began_s
         return WeightsRead(shards.bytes_read, file_bytes, seconds, tuple(grouping.unexpected))
 
 
-def _fill_all(pieces: Sequence[_Piece], on_progress: OnProgress) -> None:
-    all_bytes = sum(piece.num_bytes for piece in pieces)
-    done_bytes = 0
-    on_progress(done_bytes, all_bytes)
-    pool = ThreadPoolExecutor(_READERS, "read-weights")
-    try:
-        fills = {pool.submit(torch.no_grad()(piece.fill)): piece for piece in pieces}
-        for fill in as_completed(fills):
-            fill.result()
-            done_bytes += fills[fill].num_bytes
-            on_progress(done_bytes, all_bytes)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _pieces(model: Any, grouping: Grouping, places: Places, shards: Shards) -> Iterator[_Piece]:
+def _pieces(model: Any, grouping: Grouping, places: Places, shards: Shards) -> Iterator[Piece]:
     filled: set[int] = set()
     for group in grouping.groups:
         place = places[group.target]
         if isinstance(place, ExpertsPlace):
             yield from _expert_pieces(model, group, places, shards)
-        elif place.tensor.data_ptr() not in filled:
+        elif place.memory.data_ptr() not in filled:
             # Tied tensors share memory: only the first is read.
-            filled.add(place.tensor.data_ptr())
+            filled.add(place.memory.data_ptr())
             if group.converter is None:
                 yield from _row_pieces(place, group.all_keys[0], shards)
             else:
-                yield _whole_piece(model, group, places, shards)
+                yield _converted_piece(model, group, whole_parts(group), places, shards)
 
 
-def _row_pieces(place: Place, key: str, shards: Shards) -> Iterator[_Piece]:
-    """Read a tensor that is not converted, some rows at a time."""
+def _row_pieces(place: Place, key: str, shards: Shards) -> Iterator[Piece]:
+    """Read a tensor that is not converted, some rows at a time. One that is packed is read whole."""
     found = shards.entries[key].shape
     if found != place.shape:
         raise _wrong_shape(shards, key, found, place.shape)
     whole = Slice(key)
-    if shards.num_bytes(whole) <= _PIECE_BYTES:
-        yield _Piece(shards.num_bytes(whole), _copying(shards, whole, place.tensor))
+    tensor = place.target
+    is_whole = isinstance(tensor, PackedTarget) or shards.is_quantised(key)
+    if is_whole or shards.num_bytes(whole) <= PIECE_BYTES:
+        yield Piece(shards.num_bytes(whole), _copying(shards, whole, tensor))
         return
     row_bytes = shards.num_bytes(Slice(key, (0, 1)))
-    step = max(1, _PIECE_BYTES // row_bytes)
+    step = max(1, PIECE_BYTES // row_bytes)
     for begin in range(0, found[0], step):
         part = Slice(key, (begin, min(begin + step, found[0])))
-        target = place.tensor[begin : begin + step]
-        yield _Piece(shards.num_bytes(part), _copying(shards, part, target))
+        target = tensor[begin : begin + step]
+        yield Piece(shards.num_bytes(part), _copying(shards, part, target))
 
 
-def _copying(shards: Shards, part: Slice, target: Tensor) -> Callable[[], None]:
+def _copying(shards: Shards, part: Slice, target: Target) -> Callable[[], None]:
     """Return a function that reads a tensor into its place."""
 
     def fill() -> None:
-        is_same = target.dtype == shards.entries[part.name].dtype
-        if is_same and target.device.type == "cpu" and target.is_contiguous():
+        if isinstance(target, Tensor) and _takes_bytes(target, shards.entries[part.name].dtype):
             shards.read(part, into=target)
         else:
-            target.copy_(shards.read(part))
+            _put(shards.read(part), [part], target, shards)
 
     return fill
 
 
-def _whole_piece(model: Any, group: TensorGroup, places: Places, shards: Shards) -> _Piece:
-    """Read and convert all tensors of a group at once."""
-    parts = whole_parts(group)
-
-    def fill() -> None:
-        for name, value in converted(model, group, parts, places, shards).items():
-            place = places[name]
-            if tuple(value.shape) != place.shape:
-                raise _wrong_shape(shards, group.all_keys[0], tuple(value.shape), place.shape)
-            if isinstance(place, Place):
-                place.tensor.copy_(value)
-                continue
-            for row, target in place.held.items():
-                target.copy_(value[row : row + 1])
-
-    return _Piece(_sum_bytes(parts, shards), fill)
+def _put(value: Tensor, parts: Sequence[Slice], target: Target, shards: Shards) -> None:
+    """Copy numbers that come from parts of the files."""
+    if isinstance(target, PackedTarget):
+        target.copy_(value, shards.packed(parts))
+    else:
+        target.copy_(value)
 
 
-def _expert_pieces(model: Any, group: TensorGroup, places: Places, shards: Shards) -> Iterator[_Piece]:
+def _takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
+    """Whether bytes of a file with numbers of a type can be read into a tensor."""
+    return target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
+
+
+def _expert_pieces(model: Any, group: TensorGroup, places: Places, shards: Shards) -> Iterator[Piece]:
     """Read the tensors, or the rows, of the experts that this host holds."""
     place = places[group.target]
     assert isinstance(place, ExpertsPlace)
     shapes = {key: shards.entries[key].shape for key in group.all_keys}
     division = division_of(group, place, shapes)
     if division == "none" and place.held:
-        yield _whole_piece(model, group, places, shards)
+        yield _converted_piece(model, group, whole_parts(group), places, shards)
         return
     for row in place.held:
-        parts = expert_parts(group, division, row)
-        yield _expert_piece(model, group, (row, parts), places, shards)
+        yield _converted_piece(model, group, expert_parts(group, division, row), places, shards, row)
 
 
-def _expert_piece(
-    model: Any, group: TensorGroup, expert: tuple[int, Parts], places: Places, shards: Shards
-) -> _Piece:
-    """Read and convert one expert: its row, and its parts of the files."""
-    row, parts = expert
+def _converted_piece(
+    model: Any, group: TensorGroup, parts: Parts, places: Places, shards: Shards, row: int | None = None
+) -> Piece:
+    """Read and convert parts of the files: those of one expert with ``row``, else all of a group."""
+    slices = [part for each in parts.values() for part in each]
 
     def fill() -> None:
         for name, value in converted(model, group, parts, places, shards, row).items():
             place = places[name]
-            assert isinstance(place, ExpertsPlace)
-            target = place.held[row]
-            if value.shape != target.shape:
+            needed = place.shape if row is None else (1, *place.shape[1:])
+            if tuple(value.shape) != needed:
                 key = next(iter(parts.values()))[0].name
-                raise _wrong_shape(shards, key, tuple(value.shape[1:]), tuple(target.shape[1:]))
-            target.copy_(value)
+                in_file = slice(0 if row is None else 1, None)
+                raise _wrong_shape(shards, key, tuple(value.shape)[in_file], needed[in_file])
+            if isinstance(place, Place):
+                place.target.copy_(value)
+            elif row is not None:
+                _put(value, slices, place.held[row], shards)
+            else:
+                for held_row, target in place.held.items():
+                    target.copy_(value[held_row : held_row + 1])
 
-    return _Piece(_sum_bytes(parts, shards), fill)
+    return Piece(sum(shards.num_bytes(part) for part in slices), fill)
 
 
 def whole_parts(group: TensorGroup) -> Parts:
@@ -228,10 +206,6 @@ def converted(
             f"{shards.folder}: {found} cannot become {group.target} ({str(error)[:200]}); config.json and "
             "the weights are of different models"
         ) from None
-
-
-def _sum_bytes(parts: Parts, shards: Shards) -> int:
-    return sum(shards.num_bytes(part) for slices in parts.values() for part in slices)
 
 
 def _wrong_shape(shards: Shards, key: str, found: tuple[int, ...], needed: tuple[int, ...]) -> ValueError:

@@ -4,24 +4,29 @@ Nothing is read but headers and the rows that are asked for. Nothing is unpickle
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from experts.tensor_format import LENGTH_BYTES, Entry, bytes_of, header_length, parse_header
+from experts.transformers.files.quantised import QuantisedMatrix, accepts, quantised_matrices
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _QUANTISED_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 _DOWNLOAD_AGAIN = "download or copy it again"
+_FINGERPRINT_CHARACTERS = 32
+_FINGERPRINT_SAMPLES = 64
+"""Tensors of which a fingerprint covers a row."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,11 @@ class Shards:
         self.bytes_read = 0
         self.entries: dict[str, Entry] = {}
         self._shard_of: dict[str, _Shard] = {}
-        self._lock = Lock()
+        self._stored: dict[str, Entry] = {}
+        """All tensors of the files, as they are."""
+        self._quantised: dict[str, QuantisedMatrix] = {}
+        self._last = threading.local()
+        self._lock = threading.Lock()
 
     def add(self, path: Path, file: int) -> None:
         """Read the header of an open file."""
@@ -77,12 +86,39 @@ class Shards:
                 )
             if entry.dtype in _QUANTISED_DTYPES:
                 raise ValueError(_quantised(self.folder, f"{entry.name} is {entry.dtype}"))
-            self.entries[entry.name] = entry
+            self.entries[entry.name] = self._stored[entry.name] = entry
             self._shard_of[entry.name] = shard
+
+    def find_quantised(self) -> None:
+        """Show quantised matrices as matrices of numbers in fp32, without the tensors beside them."""
+        try:
+            found = quantised_matrices(self._stored, self._read_stored)
+        except ValueError as error:
+            raise ValueError(_quantised(self.folder, str(error))) from None
+        for matrix in found:
+            self._quantised[matrix.name] = matrix
+            self.entries[matrix.name] = self._stored[matrix.name]._replace(
+                dtype=torch.float32, shape=matrix.shape
+            )
+            for part in matrix.parts:
+                del self.entries[part]
 
     def file_of(self, name: str) -> str:
         """Return the name of the file that holds a tensor."""
         return self._shard_of[name].path.name
+
+    def is_quantised(self, name: str) -> bool:
+        return name in self._quantised
+
+    def is_packed(self, name: str) -> bool:
+        """Whether a matrix can be taken as packed bytes."""
+        return name in self._quantised and self._quantised[name].offset is not None
+
+    def packed(self, parts: Sequence[Slice]) -> Tensor | None:
+        """Return whole matrices as packed bytes, one after another; None if some are not packed."""
+        if not all(self.is_packed(part.name) for part in parts):
+            return None
+        return torch.cat([self._quantised[part.name].packed() for part in parts])
 
     def num_bytes(self, part: Slice) -> int:
         entry = self.entries[part.name]
@@ -95,22 +131,36 @@ class Shards:
         """Return a tensor, or some of its rows.
 
         ``into`` is memory for them: a contiguous tensor on the CPU, of the type in the file."""
-        entry = self.entries[part.name]
+        if part.name in self._quantised:
+            numbers = self._numbers(part.name)
+            numbers = numbers if part.rows is None else numbers[slice(*part.rows)]
+            return numbers.clone() if into is None else into.copy_(numbers)
+        return self._read_stored(part.name, part.rows, into)
+
+    def _numbers(self, name: str) -> Tensor:
+        """Return a quantised matrix in fp32. The last one of a thread is kept: rows are asked for in turn."""
+        if getattr(self._last, "name", None) != name:
+            self._last.numbers = self._quantised[name].numbers()
+            self._last.name = name
+        return self._last.numbers
+
+    def _read_stored(
+        self, name: str, rows: tuple[int, int] | None = None, into: Tensor | None = None
+    ) -> Tensor:
+        entry = self._stored[name]
         shape = entry.shape
         offset = 0
-        if part.rows is not None:
-            begin, end = part.rows
+        if rows is not None:
+            begin, end = rows
             shape = (end - begin, *entry.shape[1:])
             offset = begin * _row_bytes(entry)
         tensor = torch.empty(shape, dtype=entry.dtype) if into is None else into
-        shard = self._shard_of[part.name]
+        shard = self._shard_of[name]
         try:
             self._read_into(shard.file, shard.data_begin + entry.begin + offset, bytes_of(tensor))
         except OSError as error:
             reason = error.strerror or error
-            raise ValueError(
-                f"{shard.path}: {part.name} cannot be read: {reason}; {_DOWNLOAD_AGAIN}"
-            ) from None
+            raise ValueError(f"{shard.path}: {name} cannot be read: {reason}; {_DOWNLOAD_AGAIN}") from None
         return tensor
 
     def _read_bytes(self, file: int, begin: int, num_bytes: int) -> bytearray:
@@ -149,7 +199,26 @@ def open_shards(folder: Path) -> Iterator[Shards]:
                 f"{folder / files[lost[0]]} does not hold {lost[0]}, which {INDEX} says it does; "
                 f"it belongs to another model: {_DOWNLOAD_AGAIN}"
             )
+        shards.find_quantised()
         yield shards
+
+
+def fingerprint(folder: Path) -> str:
+    """Return the fingerprint of a folder's files, by which a later start of a run recognises them.
+
+    It covers the names and shapes of all tensors, and the first rows of some: files of many gigabytes are not
+    read as a whole. Raises ``ValueError`` for files that are missing, damaged or quantised."""
+    digest = hashlib.sha256()
+    with open_shards(folder) as shards:
+        names = sorted(shards.entries)
+        for name in names:
+            entry = shards.entries[name]
+            digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode())
+        for name in names[:: max(1, len(names) // _FINGERPRINT_SAMPLES)]:
+            shape = shards.entries[name].shape
+            first_row = Slice(name, (0, 1)) if shape and shape[0] else Slice(name)
+            digest.update(shards.read(first_row).double().numpy().tobytes())
+    return digest.hexdigest()[:_FINGERPRINT_CHARACTERS]
 
 
 def _open(folder: Path, name: str) -> int:
@@ -204,14 +273,14 @@ def check_not_quantised(folder: Path) -> None:
     except (OSError, ValueError, RecursionError):
         return  # the code that builds the model reads it, and names the fault
     method = (config.get("quantization_config") or {}) if isinstance(config, dict) else {}
-    if method:
+    if method and not (isinstance(method, dict) and accepts(method)):
         name = method.get("quant_method", "unknown") if isinstance(method, dict) else method
         raise ValueError(_quantised(folder, f"config.json has quantization_config ({str(name)[:40]})"))
 
 
 def _quantised(folder: Path, found: str) -> str:
     return (
-        f"{folder} is quantised: {found}. Training needs whole weights: take the unquantised model of the "
-        "same name, or load it with transformers with dequantize=True in its quantization_config and write "
-        "it again with save_pretrained"
+        f"{folder} is quantised: {found}. Training needs whole weights, or those of bitsandbytes in nf4: "
+        "take the unquantised model of the same name, or load it with transformers with dequantize=True in "
+        "its quantization_config and write it again with save_pretrained"
     )

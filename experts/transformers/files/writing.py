@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -21,12 +21,11 @@ from torch import Tensor
 
 from experts.tensor_format import bytes_of, pack_header
 from experts.transformers.files.original import OriginalNames, Output, Shape, Stored, Unit, WritingPlan
+from experts.transformers.files.pieces import PIECE_BYTES, OnProgress, Piece, run_pieces
 from experts.transformers.files.shards import INDEX
 
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
-
-_PIECE_BYTES = 2**25
 
 Rows = tuple[int, int]
 
@@ -55,20 +54,13 @@ class _Span:
         return prod(self.shape[1:]) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class _Piece:
-    unit: Unit
-    rows: Rows | None
-    num_bytes: int
-
-
 def write_weights(
     original: OriginalNames,
     plan: WritingPlan,
     source: TensorSource,
     folder: Path,
     shard_bytes: int,
-    on_progress: Callable[[int, int], None],
+    on_progress: OnProgress,
 ) -> int:
     """Write the planned files and their index, and return the bytes of their tensors.
 
@@ -76,8 +68,7 @@ def write_weights(
     split = _split(plan.shapes, shard_bytes)
     with _opened(folder, split.filename_to_tensors, plan.shapes) as (files, spans):
         writer = _Writer(original, source, files, spans)
-        pieces = list(_pieces(plan, source))
-        _run_all(pieces, writer.write, on_progress)
+        run_pieces(list(_pieces(plan, source, writer)), min(8, os.cpu_count() or 1), on_progress)
         for file in files:
             os.fsync(file)
     if split.is_sharded:
@@ -131,35 +122,18 @@ def _write_at(file: int, offset: int, data: memoryview) -> None:
         offset += count
 
 
-def _pieces(plan: WritingPlan, source: TensorSource) -> Iterator[_Piece]:
+def _pieces(plan: WritingPlan, source: TensorSource, writer: _Writer) -> Iterator[Piece]:
     for unit in plan.units:
         stored = [source.stored[name] for names in unit.inputs.values() for name in names]
         num_bytes = sum(prod(each.shape) * each.dtype.itemsize for each in stored)
-        if not unit.is_plain or num_bytes <= _PIECE_BYTES or not stored[0].shape:
-            yield _Piece(unit, None, num_bytes)
+        if not unit.is_plain or num_bytes <= PIECE_BYTES or not stored[0].shape:
+            yield Piece(num_bytes, partial(writer.write, unit))
             continue
         num_rows = stored[0].shape[0]
-        step = max(1, _PIECE_BYTES * num_rows // num_bytes)
+        step = max(1, PIECE_BYTES * num_rows // num_bytes)
         for begin in range(0, num_rows, step):
             end = min(begin + step, num_rows)
-            yield _Piece(unit, (begin, end), (end - begin) * (num_bytes // num_rows))
-
-
-def _run_all(
-    pieces: Sequence[_Piece], write: Callable[[_Piece], None], on_progress: Callable[[int, int], None]
-) -> None:
-    total = sum(piece.num_bytes for piece in pieces)
-    done = 0
-    on_progress(done, total)
-    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "export")
-    try:
-        writes = {pool.submit(write, piece): piece for piece in pieces}
-        for finished in as_completed(writes):
-            finished.result()
-            done += writes[finished].num_bytes
-            on_progress(done, total)
-    finally:
-        pool.shutdown(cancel_futures=True)
+            yield Piece((end - begin) * (num_bytes // num_rows), partial(writer.write, unit, (begin, end)))
 
 
 class _Writer:
@@ -177,13 +151,11 @@ class _Writer:
         self._files = files
         self._spans = spans
 
-    @torch.no_grad()
-    def write(self, piece: _Piece) -> None:
-        unit = piece.unit
+    def write(self, unit: Unit, rows: Rows | None = None) -> None:
+        """Write a unit, or some rows of one that only its name changes."""
         if unit.is_plain:
             ((name,),) = unit.inputs.values()
-            begin_row = piece.rows[0] if piece.rows else 0
-            self._put(unit.outputs[0], self._source.read(name, piece.rows), begin_row)
+            self._put(unit.outputs[0], self._source.read(name, rows), rows[0] if rows else 0)
             return
         tensors = {name: self._read(name, names) for name, names in unit.inputs.items()}
         written = self._original.revert(tensors)

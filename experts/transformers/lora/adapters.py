@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from experts.balance import moe_layers
 from experts.kernels.adapters import Adapters
 from experts.model import fill_adapter, initialise_experts, mix
-from experts.moe.bank import MATRICES, ExpertBank
+from experts.moe.bank import MATRICES, ExpertBank, named_banks
 from experts.moe.token_dropout import TokenDropout
+from experts.transformers.lora.packing import unpack_frozen
 from experts.transformers.lora.targets import find_targets, import_peft, name_in_block
 
 NAME = "default"
@@ -120,7 +121,7 @@ def peft_config(options: LoraOptions, modules: Sequence[str], parameters: Sequen
 @torch.no_grad()
 def initialise_lora(model: nn.Module, seed: int) -> None:
     """Fill all adapters: the same numbers for each expert and layer, wherever they live."""
-    for prefix, bank in _named_banks(model):
+    for prefix, bank in named_banks(model):
         if bank.form.adapters is not None:
             initialise_experts(bank, prefix, bank.form.adapters.roles, seed)
     for name, parameter in model.named_parameters():
@@ -134,7 +135,8 @@ def initialise_lora(model: nn.Module, seed: int) -> None:
 def merge_lora(model: Model) -> Model:
     """Add the adapters to the weights beside them, in place, and remove them; return the model.
 
-    All parameters can be trained then."""
+    All parameters can be trained then. Packed weights are unpacked to fp32 first."""
+    unpack_frozen(model)
     for bank in _banks(model):
         bank.merge_adapters()
     for parent, child, layer in _adapted_layers(model):
@@ -181,7 +183,7 @@ def shorten_frozen(model: nn.Module, dtype: torch.dtype) -> None:
     }
     frozen += [layer.base_layer.weight for _, _, layer in _adapted_layers(model)]
     for parameter in frozen:
-        if id(parameter) not in tied:
+        if id(parameter) not in tied and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
@@ -208,7 +210,7 @@ def count_adapted(model: nn.Module) -> tuple[tuple[str, int, int], ...]:
             count = counts.setdefault(name_in_block(name.removesuffix(".base_layer")), [0, 0])
             count[0] += id(module) in adapted
             count[1] += 1
-    for prefix, bank in _named_banks(model):
+    for prefix, bank in named_banks(model):
         matrices = bank.form.adapters.matrices if bank.form.adapters is not None else ()
         experts = name_in_block(prefix.removesuffix(".hosted.bank"))
         for matrix in MATRICES:
@@ -230,7 +232,3 @@ def _adapted_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 def _banks(model: nn.Module) -> list[ExpertBank]:
     return list(dict.fromkeys(layer.bank for _, layer in moe_layers(model)))
-
-
-def _named_banks(model: nn.Module) -> list[tuple[str, ExpertBank]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, ExpertBank)]

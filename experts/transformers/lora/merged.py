@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from experts.kernels.packed import PackedForm
 from experts.transformers.files.original import Stored
 from experts.transformers.files.writing import Rows, TensorSource
 from experts.transformers.lora.adapters import NAME
@@ -77,3 +81,46 @@ class FrozenWeights:
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
         """Return a tensor, or a range of its rows."""
         return self._checkpoint.read(self._saved_as[name], rows)
+
+
+class UnpackedWeights:
+    """The numbers that a model's packed weights stand for: adapters were trained beside them.
+
+    ``base`` has whole weights, which are packed first, or packed ones. The last matrix is kept: large ones
+    are read some rows at a time."""
+
+    def __init__(self, base: TensorSource, forms: Mapping[str, PackedForm]) -> None:
+        self._base = base
+        self._forms = forms
+        self._last = threading.local()
+        whole = {
+            name: replace(stored, dtype=torch.float32, shape=_in_our_layout(name, forms[name]))
+            for name, stored in base.stored.items()
+            if name in forms and stored.dtype == torch.uint8
+        }
+        self.stored: Mapping[str, Stored] = {**base.stored, **whole}
+
+    def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        """Return a tensor, or a range of its rows."""
+        if name not in self._forms:
+            return self._base.read(name, rows)
+        if getattr(self._last, "name", None) != name:
+            self._last.tensor = self._unpacked(name, self._forms[name])
+            self._last.name = name
+        return self._last.tensor if rows is None else self._last.tensor[slice(*rows)]
+
+    def _unpacked(self, name: str, form: PackedForm) -> Tensor:
+        tensor = self._base.read(name)
+        if tensor.dtype != torch.uint8:
+            tensor = form.pack(tensor.t() if _is_expert(name) else tensor)
+        numbers = form.unpack(tensor, torch.float32)
+        return numbers.t().contiguous() if _is_expert(name) else numbers
+
+
+def _in_our_layout(name: str, form: PackedForm) -> tuple[int, int]:
+    return form.shape[::-1] if _is_expert(name) else form.shape
+
+
+def _is_expert(name: str) -> bool:
+    """Whether a name in a checkpoint is that of an expert, whose matrices multiply from the right."""
+    return ".hosted.bank." in name

@@ -61,6 +61,11 @@ def linear_names(model: nn.Module) -> list[str]:
     ]
 
 
+def usual_linears(model: Any) -> list[str]:
+    """Return the names of all linear layers but routers and the output."""
+    return _linears(model, linear_names(model), ALL_LINEAR)
+
+
 def short_names(chosen: Iterable[str], model: nn.Module) -> list[str]:
     """Return the names for PEFT: the last part of a name where it stands for chosen layers alone."""
     chosen = set(chosen)

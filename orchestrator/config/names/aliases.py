@@ -17,9 +17,10 @@ import yaml
 
 from orchestrator.config.values import as_declared, choices
 from orchestrator.errors import UserError
+from orchestrator.types import flag_of
 
 Form = Literal["flag", "yaml", "python"]
-"""How an answer is written: --learning-rate 0.1, learning_rate: 0.1 or learning_rate=0.1."""
+"""The form of an answer: --learning-rate 0.1, learning_rate: 0.1 or learning_rate=0.1."""
 
 LEAVE_OUT = "leave it out"
 ANY_VALUE = "…"
@@ -77,10 +78,9 @@ class Alias:
 
 
 def _as_flag(name: str, value: str | None, names: SettingNames) -> str:
-    flag = name.replace("_", "-")
     if names.types[name] is bool:
-        return f"--no-{flag}" if value == "false" else f"--{flag}"
-    return f"--{flag} {_accepted_value(name, value, names)}".removesuffix(" []")
+        return flag_of(f"no_{name}" if value == "false" else name)
+    return f"{flag_of(name)} {_accepted_value(name, value, names)}".removesuffix(" []")
 
 
 def _as_yaml(name: str, value: str | None, names: SettingNames) -> str:

@@ -196,31 +196,20 @@ def _place(name: str) -> str:
 
 def _build(content: Mapping[str, Any], lines: Mapping[str, str], file: str) -> Config:
     """Return the config. Each error names the line of its cause."""
-    parts: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
     for key, value in content.items():
-        if key in section_types():
-            parts[key] = _build_section(key, value or {}, lines)
-        else:
-            parts[key] = _declared(key, key, value, lines)
+        in_section = key in section_types()
+        for name, given in (value or {}).items() if in_section else [(key, value)]:
+            full_name = f"{key}.{name}" if in_section else name
+            places[name] = lines[full_name]
+            try:
+                values[name] = as_declared(full_name, setting_types()[name], given)
+            except UserError as error:
+                raise UserError(f"{places[name]}: {error}") from None
     try:
-        return Config(**parts)
-    except ValueError as error:
-        raise UserError(f"{file}: {error}") from None
-
-
-def _build_section(section: str, content: Mapping[str, Any], lines: Mapping[str, str]) -> Any:
-    values = {name: _declared(f"{section}.{name}", name, value, lines) for name, value in content.items()}
-    try:
-        return section_types()[section](**values)
-    except ValueError as error:
-        # The checks of a section begin their message with the name of the setting.
-        culprits = [name for name in values if str(error).startswith(f"{name} ")]
-        line = lines[f"{section}.{culprits[0]}"] if culprits else lines[section]
-        raise UserError(f"{line}: {error}") from None
-
-
-def _declared(full_name: str, name: str, value: Any, lines: Mapping[str, str]) -> Any:
-    try:
-        return as_declared(full_name, setting_types()[name], value)
+        return Config().but(**values)
     except UserError as error:
-        raise UserError(f"{lines[full_name]}: {error}") from None
+        # The checks begin their message with the name of a setting, if one is the cause.
+        culprit = str(error).split()[0].rstrip(",")
+        raise UserError(f"{places.get(culprit, file)}: {error}") from None

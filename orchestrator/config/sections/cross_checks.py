@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from orchestrator.config.sections.checks import listed
 from orchestrator.config.sections.data import BatchSettings, DataSettings
 from orchestrator.config.sections.evolution import EvolutionSettings
 from orchestrator.config.sections.model import ModelSettings, MoeSettings
-from orchestrator.config.sections.optim import OptimSettings
 from orchestrator.config.sections.parallel import ParallelSettings
 from orchestrator.errors import UserError
 from orchestrator.strategies import STRATEGIES, StrategyFacts
+from orchestrator.types import value_text
 
 _FIXED_BY_MODEL = (
     "experts",
@@ -24,6 +26,77 @@ _FIXED_BY_MODEL = (
     "capacity_factor",
 )
 """Settings of MoE layers that a model of transformers has in its own configuration, or not at all."""
+
+
+_CONTRADICTIONS: tuple[tuple[str, str, str], ...] = (
+    ("deterministic", "tf32 on", "it computes without tf32"),
+    ("deterministic", "cudnn_benchmark on", "kernels would be chosen by their time"),
+    ("deterministic", "share_by_speed on", "each run measures the speeds anew"),
+    ("reproducible", "tf32 on", "it computes without tf32"),
+    ("reproducible", "cudnn_benchmark on", "kernels would be chosen by their time"),
+    ("reproducible", "share_by_speed on", "each run measures the speeds anew"),
+    ("reproducible", "gate primary", "the first host's tokens would form other micro-batches"),
+    ("reproducible", "cpu_offload", "gradients are added up as integers, which are not offloaded"),
+    ("reproducible", "sync_batchnorm", "its statistics are sums over the samples that meet in a step"),
+    ("reproducible", "broadcast_buffers on", "buffers of the first worker would follow its own samples"),
+    ("reproducible", "batch_size auto", "a measured micro-batch differs from run to run; give a number"),
+    ("reproducible", "precision fp8", "its scales follow all rows of a host"),
+    (
+        "reproducible",
+        "compile_mode max-autotune",
+        "kernels are chosen by their time, which differs between workers",
+    ),
+    ("reproducible", "compile_mode reduce-overhead", "its graphs keep gradients that exact sums take"),
+    ("reproducible", "cuda_graph on", "the host looks at the sums of each step"),
+    (
+        "weight_precision bf16",
+        "lora",
+        "adapters are small, and frozen weights are in the type of --precision anyway",
+    ),
+    ("weight_precision bf16", "cuda_graph on", "a graph would repeat the random numbers of one step"),
+    ("frozen_weights", "precision fp8", "products in fp8 are of weights in bf16"),
+    ("frozen_weights", "compile on", "the operations that unpack weights are not compiled"),
+    ("frozen_weights", "cuda_graph on", "the host counts the rows of each expert that it unpacks"),
+    ("frozen_weights", "sharding zero2|zero3", "packed bytes are not divided among the workers"),
+    ("frozen_weights", "cpu_offload", "packed bytes are not divided among the workers"),
+    ("frozen_weights", "evolution cautious|bold", "changed experts would be packed anew"),
+    ("tf32 on", "gpu_mode cpu", "tf32 is arithmetic of NVIDIA GPUs"),
+    ("batch_size auto", "auto off", "without the plan nothing is measured; give a number"),
+    ("gate primary", "share_by_speed on", "the first host has the whole batch"),
+    ("expert_replicas", "gate primary", "the first host's group would have all tokens"),
+    ("cpu_offload", "sharding none", "only the shards of zero2 or zero3 are offloaded"),
+    ("evolution cautious|bold", "expert_replicas", "a newborn expert would be in one group alone"),
+    ("rebalance on", "expert_replicas", "every group keeps one copy of each expert"),
+    ("resume", "init_from", "resume continues a run, init_from begins one"),
+)
+"""Pairs of settings that exclude each other, and why; a setting without a value has any but its default."""
+
+
+def check_contradictions(values: Mapping[str, object], defaults: Mapping[str, object]) -> None:
+    """Raise ValueError for two settings that exclude each other. Values are by the names of the settings."""
+
+    def given(setting: str) -> str | None:
+        name, _, words = setting.partition(" ")
+        value = values[name]
+        is_given = value_text(value) in words.split("|") if words else value != defaults[name]
+        return _setting_text(name, value) if is_given else None
+
+    for first, second, reason in _CONTRADICTIONS:
+        both = (given(first), given(second))
+        if all(both):
+            raise ValueError(
+                f"{both[0]} and {both[1]} contradict each other: {reason}; leave one of them out"
+            )
+
+
+def check_bounded_rows(parallel: ParallelSettings, reproducible: bool) -> None:
+    """Raise ValueError for chunks of bounded messages in a reproducible run."""
+    if reproducible and parallel.exchange_rows == "bounded" and (parallel.exchange_chunks or 1) > 1:
+        raise ValueError(
+            f"reproducible, exchange_rows bounded and exchange_chunks {parallel.exchange_chunks} contradict "
+            "each other: a chunk has the rows of some hosts, and bounded messages go to all of them; leave "
+            "one of them out"
+        )
 
 
 def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
@@ -103,9 +176,11 @@ def check_has_documents(task: str, data: DataSettings) -> None:
         raise UserError("the task lm needs --data: JSONL, Parquet, text or token files, or a data set's id")
 
 
-def check_batch_product(gpu_mode: str, parallel: ParallelSettings, batch: BatchSettings) -> None:
+def check_batch_product(
+    gpu_mode: str, parallel: ParallelSettings, batch: BatchSettings, reproducible: bool
+) -> None:
     """Raise ValueError if batch size × accumulation × workers is not the global batch size; all
-    must be given."""
+    must be given. The micro-batches of a reproducible run are those of all workers together."""
     size = batch.batch_size
     accumulation = batch.accumulation_steps
     global_size = batch.global_batch_size
@@ -116,6 +191,9 @@ def check_batch_product(gpu_mode: str, parallel: ParallelSettings, batch: BatchS
     if gpu_mode == "single_gpu":
         data_ranks = 1
         ranks_text = "workers 1"
+    if reproducible:
+        data_ranks = 1
+        ranks_text = "1, as reproducible counts the micro-batches of all workers,"
     if parallel.asked_strategy.divides_experts and parallel.gate == "primary":
         data_ranks = 1
         ranks_text = "1, as gate primary keeps the batch on one host,"
@@ -132,46 +210,46 @@ def check_batch_product(gpu_mode: str, parallel: ParallelSettings, batch: BatchS
         )
 
 
-def check_strategy(
-    parallel: ParallelSettings, batch: BatchSettings, moe: MoeSettings, evolution: EvolutionSettings
-) -> None:
+def check_strategy(parallel: ParallelSettings, moe: MoeSettings, evolution: EvolutionSettings) -> None:
     """Raise ValueError for settings that the requested strategy cannot serve.
 
-    With ``parallel_strategy auto`` the plan takes a strategy that can.
+    With ``parallel_strategy auto`` the plan takes a strategy that can, unless live recovery was asked for.
     """
-    if parallel.parallel_strategy == "auto":
-        return
     asked = parallel.asked_strategy
-    refused = refused_setting(asked, parallel, batch)
+    is_free = parallel.parallel_strategy == "auto"
+    if is_free and not asked.replaces_workers:
+        return
+    request = " is ".join(asked.asked_with)
+    refused = refused_setting(asked, parallel)
     if refused is not None:
         setting, reason = refused
         raise ValueError(
-            f"{setting} works with data_parallel, but parallel_strategy is {asked.name}: {reason}; "
-            "leave one of them out"
+            f"{setting} works with {asked.instead}, but {request}: {reason}; leave one of them out"
         )
+    if is_free:
+        return
     if asked.divides_experts and moe.experts == 0:
         raise ValueError(
             f"experts is 0, a dense model, but parallel_strategy is {asked.name}, which shares out experts; "
-            "raise --experts, or give --parallel-strategy data_parallel"
+            "raise --experts, or give --parallel-strategy data_parallel, with --recovery live where lost "
+            "workers are to be replaced"
         )
     for owner in STRATEGIES.values():
         own = settings_of_strategy(owner, parallel, evolution)
         if own and owner is not asked:
             raise ValueError(
-                f"{_setting_text(*own[0])} works with {owner.name}, but parallel_strategy is {asked.name}: "
+                f"{_setting_text(*own[0])} works with {owner.name}, but parallel_strategy is "
+                f"{parallel.parallel_strategy}: "
                 f"{asked.whole_experts} and its own gate; leave it out, or give --parallel-strategy "
                 f"{owner.name}"
             )
 
 
-def refused_setting(
-    strategy: StrategyFacts, parallel: ParallelSettings, batch: BatchSettings
-) -> tuple[str, str] | None:
+def refused_setting(strategy: StrategyFacts, parallel: ParallelSettings) -> tuple[str, str] | None:
     """Return a requested setting that a strategy cannot serve, and why; None without one."""
-    is_asked = parallel.parallel_strategy == strategy.name
+    is_asked = parallel.asked_strategy is strategy
     for refusal in strategy.refusals:
-        section = parallel if hasattr(parallel, refusal.setting) else batch
-        value = getattr(section, refusal.setting)
+        value = getattr(parallel, refusal.setting)
         if value in refusal.values and not (is_asked and refusal.unless_asked):
             return _setting_text(refusal.setting, value), refusal.reason
     return None
@@ -234,34 +312,18 @@ def check_expert_limits(evolution: EvolutionSettings, experts: int) -> None:
 
 
 def divides_experts(parallel: ParallelSettings) -> str | None:
-    """Return a requested setting that divides the weights of an expert; None without one."""
-    if parallel.sharding in ("zero2", "zero3"):
+    """Return a requested setting that divides the weights of an expert; None without one.
+
+    Hosts with experts of their own shard the dense part alone."""
+    if parallel.sharding in ("zero2", "zero3") and not parallel.asked_strategy.divides_experts:
         return f"sharding {parallel.sharding}"
     return "cpu_offload" if parallel.cpu_offload else None
 
 
 def _check_replicas(replicas: int, parallel: ParallelSettings) -> None:
     workers = parallel.workers
-    if replicas > 1 and parallel.gate == "primary":
-        raise ValueError(
-            f"expert_replicas {replicas} and gate primary contradict each other: the first host's group "
-            "would have all tokens; leave one of them out"
-        )
     if isinstance(workers, int) and workers % replicas:
         raise ValueError(
             f"expert_replicas is {replicas}, but workers is {workers}; "
             "groups of equal size are needed: give numbers that divide evenly"
         )
-
-
-def check_optimizer(optim: OptimSettings, parallel: ParallelSettings, evolution: EvolutionSettings) -> None:
-    """Raise ValueError where the optimizer's state cannot follow experts that change, or sharded weights."""
-    changes = f"evolution {evolution.evolution}" if evolution.evolution in ("cautious", "bold") else None
-    changes = changes or ("rebalance on" if evolution.rebalance == "on" else None)
-    if optim.optimizer == "adamw8bit" and changes is not None:
-        raise ValueError(
-            f"adamw8bit keeps the averages of experts in codes, which cannot follow experts that change, but "
-            f"{changes} is given; leave one of them out, or use --optimizer adamw"
-        )
-    if optim.needs_whole_weights and parallel.sharding in ("zero2", "zero3"):
-        raise ValueError(f"{optim.optimizer} needs whole weights, and sharding divides them; leave one out")

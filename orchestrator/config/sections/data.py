@@ -92,9 +92,11 @@ class BatchSettings:
 
     batch_size: int | Literal["auto"] | None = None
     """Samples per worker and micro-batch; auto measures the largest that fits (GPU) or the
-    fastest (CPU). Default: by the plan's memory estimate."""
+    fastest (CPU), in steps of all workers together where they divide the model. Default: by the plan's memory
+    estimate."""
     accumulation_steps: int | None = None
-    """Micro-batches per optimizer step."""
+    """Micro-batches per optimizer step, of each worker; with --reproducible those of all workers together,
+    8 by default."""
     global_batch_size: int | None = None
     """Samples per optimizer step over all workers. It stays the same if the number of workers changes."""
     eval_batch_size: int | None = None

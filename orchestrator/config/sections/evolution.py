@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from experts.evolution.rules import EvolutionRules, Preset, preset_rules
 from orchestrator.config.sections.checks import Switch, at_least, within
+from orchestrator.types import flag_of
 
 EvolutionMode = Literal["auto", "off", "cautious", "bold"]
 
@@ -67,16 +68,6 @@ class EvolutionSettings:
                 f"min_experts is {self.min_experts}, more than max_experts {self.max_experts}; "
                 "lower --min-experts or raise --max-experts"
             )
-        if self.evolution in ("cautious", "bold") and self.expert_replicas > 1:
-            raise ValueError(
-                f"evolution {self.evolution} and expert_replicas {self.expert_replicas} contradict each "
-                "other: a newborn expert would be in one group alone; leave one of them out"
-            )
-        if self.rebalance == "on" and self.expert_replicas > 1:
-            raise ValueError(
-                f"rebalance on and expert_replicas {self.expert_replicas} contradict each other: "
-                "every group keeps one copy of each expert; leave one of them out"
-            )
 
     def rules(self, preset: Preset, experts: int) -> EvolutionRules | None:
         """Return the rules of a preset, with the given thresholds; None if it is off.
@@ -107,7 +98,7 @@ class EvolutionSettings:
         """Return the given settings, as flags, that have an effect only while experts change."""
         others = ("evolution", "rebalance", "expert_replicas")
         return [
-            f"--{field.name.replace('_', '-')} {getattr(self, field.name)}"
+            f"{flag_of(field.name)} {getattr(self, field.name)}"
             for field in fields(self)
             if field.name not in others and getattr(self, field.name) != field.default
         ]

@@ -9,6 +9,7 @@ from orchestrator.config.sections.checks import at_least, positive
 
 ExpertKind = Literal["swiglu", "ffn"]
 GateScores = Literal["softmax", "sigmoid"]
+FrozenWeights = Literal["auto", "nf4", "int8"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class ModelSettings:
     lora_dropout: float = 0.0
     """Share of the inputs of adapters on linear layers that is dropped in training; adapters on experts have
     no dropout. The same on any number of workers."""
+    frozen_weights: FrozenWeights = "auto"
+    """Form of the weights that adapters leave frozen, those of experts and linear layers: auto (the type of
+    --precision), nf4 (4 bits, QLoRA) or int8. They are quantised while they are read."""
     width: int | None = None
     """Width of the model (features per token)."""
     layers: int | None = None
@@ -56,6 +60,11 @@ class ModelSettings:
         if self.lora is None and given:
             raise ValueError(
                 f"{given[0]} is given without lora, the rank of adapters; give --lora 16 as well"
+            )
+        if self.lora is None and self.frozen_weights != "auto":
+            raise ValueError(
+                f"frozen_weights is {self.frozen_weights}, but without lora no weights are frozen; give "
+                "--lora 16 as well, or leave it out"
             )
 
 

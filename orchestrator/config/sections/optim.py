@@ -62,10 +62,5 @@ class OptimSettings:
         return LEARNING_RATE if self.learning_rate is None else self.learning_rate
 
     @property
-    def needs_whole_weights(self) -> bool:
-        """Whether the optimizer cannot train shards of weights."""
-        return self.optimizer in ("muon", "adamw8bit")
-
-    @property
     def momentum_used(self) -> float:
         return self.momentum if self.momentum is not None else 0.95 if self.optimizer == "muon" else 0.9

@@ -20,7 +20,7 @@ class CheckpointSettings:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 saves at the end of each epoch."""
     snapshot_every: int | Literal["auto"] = "auto"
-    """Expert parallel: steps between snapshots of the hosts' state in memory, from which a run
+    """Live recovery: steps between snapshots of the hosts' state in memory, from which a run
     continues after the loss of a host; auto: as often as 2% of the time allows, as measured; 0:
     from checkpoints only."""
     keep: int = 3
@@ -42,11 +42,6 @@ class CheckpointSettings:
         if self.snapshot_every != "auto":
             at_least("snapshot_every", self.snapshot_every, 0)
         at_least("keep", self.keep, 1)
-        if self.resume is not None and self.init_from is not None:
-            raise ValueError(
-                "resume and init_from contradict each other: resume continues a run, init_from begins one; "
-                "give one of them"
-            )
 
 
 @dataclass(frozen=True)
@@ -56,6 +51,9 @@ class WatchSettings:
     log_every: int | None = None
     """Steps between fetches of the losses from the device, and between lines where the output is no
     terminal (default there: ten lines a run)."""
+    digest_every: int = 10
+    """With --reproducible: steps between digests of weights and optimizer state in the record, with which
+    'orchestrator verify' compares; also at each checkpoint. 0: none."""
     evaluate_every: int = 0
     """Steps between evaluations; 0 evaluates at the end of each epoch."""
     monitor_gpu: bool = True
@@ -82,6 +80,7 @@ class WatchSettings:
 
     def __post_init__(self) -> None:
         at_least("log_every", self.log_every, 1)
+        at_least("digest_every", self.digest_every, 0)
         at_least("evaluate_every", self.evaluate_every, 0)
         at_least("gpu_log_interval", self.gpu_log_interval, 0)
         within("metrics_port", self.metrics_port or 0, 0, 65535)

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.config.sections.checks import Switch, at_least, listed
-from orchestrator.strategies import DATA_PARALLEL, STRATEGIES, StrategyFacts
+from orchestrator.strategies import DATA_PARALLEL, LIVE_DATA_PARALLEL, STRATEGIES, StrategyFacts
 
 ParallelStrategy = Literal["auto", "data_parallel", "expert_parallel"]
 Backend = Literal["auto", "nccl", "gloo"]
 Sharding = Literal["auto", "none", "zero2", "zero3"]
 ExchangeRows = Literal["counted", "bounded"]
 GatePlace = Literal["replicated", "primary"]
+Recovery = Literal["auto", "live", "restart"]
 PLACEMENTS = ("auto", "round_robin")
 
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
-_EXPERT_PARALLEL_TIMEOUT_S = 10
-_DATA_PARALLEL_TIMEOUT_S = 120
+_LIVE_TIMEOUT_S = 10
+_RESTART_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,21 @@ class ParallelSettings:
     statistics that are not synchronized."""
     gradient_as_bucket_view: bool = True
     """Keep gradients in the buckets of the all-reduce; without it there is a second copy of them."""
+    recovery: Recovery = "auto"
+    """What follows the loss of a worker. live: another host takes its place, and the others keep their
+    processes and continue from snapshots in memory; for expert_parallel, and for data parallel of a model
+    without experts. restart: all workers start again from the newest checkpoint (Ray Train). auto: live
+    with expert_parallel, else restart."""
     spares: int = 0
-    """Expert parallel: standby hosts, with everything loaded, that replace a lost host; each
+    """Live recovery: standby hosts, with everything loaded, that replace a lost host; each
     needs a device: a GPU, or a CPU slot of the cluster."""
     max_failures: int = 3
     """Failures (a lost worker, a lost node, a lack of memory) that a run survives; one more ends it.
     Failures far apart in steps do not add up: a failure counts until the run is 100 steps past the
     furthest step that it had reached by then. Steps that are repeated are no progress."""
     collective_timeout: int | None = None
-    """Seconds without progress in a step after which a worker counts as stuck. Default: 10 in
-    expert parallel, where only that host is replaced, else 120."""
+    """Seconds without progress in a step after which a worker counts as stuck. Default: 10 with
+    live recovery, where only that host is replaced, else 120."""
     resource_timeout: int = 300
     """Seconds to wait for a cluster with an autoscaler to provide missing devices."""
     ray_address: str = "auto"
@@ -95,13 +101,15 @@ class ParallelSettings:
     @property
     def asked_strategy(self) -> StrategyFacts:
         """The strategy that was asked for; with auto data parallel, until the model is known."""
-        return STRATEGIES.get(self.parallel_strategy, DATA_PARALLEL)
+        asked = STRATEGIES.get(self.parallel_strategy, DATA_PARALLEL)
+        needs_hosts = self.recovery == "live" and not asked.replaces_workers
+        return LIVE_DATA_PARALLEL if needs_hosts else asked
 
     def step_timeout_s(self, hosts: bool) -> int:
-        """Return how long workers, or with ``hosts`` expert hosts, may wait for each other in a step."""
+        """Return how long workers, or with ``hosts`` those that can be replaced, may wait in a step."""
         if self.collective_timeout is not None:
             return self.collective_timeout
-        return _EXPERT_PARALLEL_TIMEOUT_S if hosts else _DATA_PARALLEL_TIMEOUT_S
+        return _LIVE_TIMEOUT_S if hosts else _RESTART_TIMEOUT_S
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, int):
@@ -117,17 +125,6 @@ class ParallelSettings:
         if self.placement not in PLACEMENTS and not self.placement.endswith(".json"):
             raise ValueError(
                 f"placement is {self.placement!r}; it must be auto, round_robin or the path of a .json file"
-            )
-        if self.gate == "primary" and self.share_by_speed == "on":
-            raise ValueError(
-                "gate primary and share_by_speed on contradict each other: "
-                "the first host has the whole batch; "
-                "leave one out"
-            )
-        if self.cpu_offload and self.sharding == "none":
-            raise ValueError(
-                "cpu_offload and sharding none contradict each other: only shards are offloaded; "
-                "give --sharding zero2 or zero3"
             )
         _check_address(self.ray_address)
 

@@ -24,7 +24,7 @@ _ONLY_SPEED = frozenset({
 _NEITHER = frozenset({
     "checkpoint_every", "snapshot_every", "keep", "log_every", "evaluate_every", "gpu_log_interval",
     "monitor_gpu", "trackers", "metrics_port", "metrics_address", "plots", "profile", "spares",
-    "max_failures", "collective_timeout", "resource_timeout", "nccl_debug",
+    "recovery", "max_failures", "collective_timeout", "resource_timeout", "nccl_debug",
 })  # fmt: skip
 """Settings of whole runs, which a trial does not use."""
 

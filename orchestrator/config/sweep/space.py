@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import UserError
+from orchestrator.types import flag_of
 
 Point = Mapping[str, Any]
 
@@ -117,7 +118,7 @@ class Space:
         for name, domain in self.domains.items():
             if isinstance(domain, Range):
                 raise UserError(
-                    f"a grid needs values, and {_flag(name)}={domain.text()} is a range; give it steps "
+                    f"a grid needs values, and {flag_of(name)}={domain.text()} is a range; give it steps "
                     f"(16..256:x2, 1..9:2), or use --search random or optuna"
                 )
         if self.size > MAX_POINTS:
@@ -159,15 +160,20 @@ def point_flags(point: Point) -> list[str]:
     flags: list[str] = []
     for name, value in point.items():
         if isinstance(value, bool):
-            flags.append(_flag(name) if value else f"--no-{name.replace('_', '-')}")
+            flags.append(flag_of(name if value else f"no_{name}"))
         elif value is not None:
-            flags += [_flag(name), _value_text(value)]
+            flags += [flag_of(name), _value_text(value)]
     return flags
 
 
 def plain_point(point: Point) -> dict[str, Any]:
     """Return a point as JSON values."""
     return {name: _to_json(value) for name, value in point.items()}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _to_json(value: Any) -> Any:
@@ -181,7 +187,3 @@ def _value_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return str(value)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -14,9 +14,19 @@ import yaml
 from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.config.reading.safe_yaml import MAX_CHARACTERS, safe_content
 from orchestrator.config.settings import Config, flat_names, foreign_name_advice, setting_types
-from orchestrator.config.sweep.space import MAX_POINTS, Domain, Point, Range, Space, Values, point_key
+from orchestrator.config.sweep.space import (
+    MAX_POINTS,
+    Domain,
+    Point,
+    Range,
+    Space,
+    Values,
+    is_number,
+    point_key,
+)
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
+from orchestrator.types import flag_of
 
 _RANGE = re.compile(r"(?P<low>[^.]*(?:\.\d[^.]*)?)\.\.(?P<high>[^:]+)(?::(?P<how>.+))?")
 _FORM = "values as 16,64,256, a range with steps as 16..256:x2 or 1..9:2, or a range as 1e-4..1e-2:log"
@@ -110,9 +120,8 @@ def _setting(key: str, source: str) -> str:
     """Return the name of the setting that a key means."""
     name = key.strip().lstrip("-").replace("-", "_")
     if name in _NOT_SWEPT:
-        flag = f"--{name.replace('_', '-')}"
         raise UserError(
-            f"{source}: {name} is not swept over, it is the same for all trials; give it as {flag}"
+            f"{source}: {name} is not swept over, it is the same for all trials; give it as {flag_of(name)}"
         )
     if name in flat_names():
         return name
@@ -138,7 +147,7 @@ def _value(name: str, value: Any, source: str) -> Any:
     is_null = isinstance(value, str) and value.lower() in ("none", "null")
     try:
         parsed = as_declared(name, setting_types()[name], None if is_null else value)
-        if isinstance(parsed, int | float) and not isinstance(parsed, bool):
+        if is_number(parsed):
             # A number out of range is reported now, instead of by every trial.
             Config().but(**{name: parsed})
     except UserError as error:

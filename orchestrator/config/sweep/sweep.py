@@ -14,6 +14,7 @@ from orchestrator.config.sweep.space_parser import points_space, space_from_json
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 from orchestrator.redaction import MASK
+from orchestrator.types import flag_of
 
 Search = Literal["grid", "random", "optuna"]
 
@@ -70,7 +71,7 @@ class Sweep:
         for name in ("trials", "trial_steps", "concurrent"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+                raise UserError(f"{flag_of(name)} is {value}; it must be at least 1")
         if self.search != "grid" and (self.trials or 0) > MAX_POINTS:
             raise UserError(f"--trials is {self.trials:,}; at most {MAX_POINTS:,} are made")
         if not 0 < self.trial_seconds < 1e6:

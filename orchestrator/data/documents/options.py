@@ -1,4 +1,4 @@
-"""How rows become documents of tokens, and documents become samples."""
+"""Options of language data: how rows become documents of tokens, and documents become samples."""
 
 from __future__ import annotations
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.data.files import data_file_size, data_file_version, open_data_file
+from orchestrator.data.files import data_file_size, data_file_version, map_tokens, open_data_file
 from orchestrator.data.json_lines import JsonLines
 from orchestrator.data.parquet import ParquetRows
-from orchestrator.data.token_arrays import map_tokens
 from orchestrator.errors import UserError
 from orchestrator.storage.address import as_url
 from orchestrator.storage.local_copy import local_copy

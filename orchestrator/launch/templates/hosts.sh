@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-@COMMENT@
+# Written by: {{ command | comment }}
+# Start: bash FILE start, then: bash FILE train; end with a checkpoint: bash FILE stop
+# Needs ssh without a password to every host, and the packages in the same place on all of them.
 
 set -euo pipefail
 
-NAME=@NAME@
-HOSTS=(@HOSTS@)
-PYTHON=@PYTHON@
-CPUS=@CPUS@
-GPUS=@GPUS@
-SHARED_FOLDER=@SHARED_FOLDER@
-TRAIN=(@TRAIN@)
+NAME={{ options.name }}
+HOSTS=({{ hosts }})
+PYTHON={{ options.python | sh }}
+CPUS={{ launch.cpus_on_node }}
+GPUS={{ options.gpus_per_node }}
+SHARED_FOLDER={{ launch.shared_folder | sh }}
+TRAIN=({{ train }})
 PORT=${RAY_PORT:-6379}
 
 usage() {

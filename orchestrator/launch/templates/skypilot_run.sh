@@ -2,7 +2,7 @@ set -euo pipefail
 export PATH=$HOME/venv/bin:$PATH
 # SkyPilot's own Ray has other ports and folders. A cluster of the run is started beside it.
 address=$(echo "$SKYPILOT_NODE_IPS" | head -n 1):6399
-start=(ray start --num-gpus=@GPUS@ --temp-dir=/tmp/ray-@NAME@ --dashboard-agent-listen-port=0)
+start=(ray start --num-gpus={{ options.gpus_per_node }} --temp-dir=/tmp/ray-{{ options.name }} --dashboard-agent-listen-port=0)
 start+=(--disable-usage-stats --block)
 if [ "$SKYPILOT_NODE_RANK" != 0 ]; then
   until timeout 2 bash -c "exec 3<>/dev/tcp/${address%:*}/6399" 2> /dev/null; do sleep 1; done
@@ -12,10 +12,10 @@ if [ "$SKYPILOT_NODE_RANK" != 0 ]; then
 fi
 "${start[@]}" --head --port=6399 --node-ip-address="${address%:*}" --include-dashboard=false &
 node=$!
-cd @SHARED_FOLDER@
+cd {{ launch.shared_folder | sh }}
 python -m orchestrator.runtime.cluster.await_nodes "$address" "$SKYPILOT_NUM_NODES"
 code=0
-@TRAIN@ --ray-address "$address" || code=$?
+{{ train }} --ray-address "$address" || code=$?
 kill "$node"
 wait "$node" || true
 exit "$code"

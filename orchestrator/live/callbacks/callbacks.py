@@ -30,7 +30,9 @@ from orchestrator.live.callbacks.callback_values import (
     StepInfo,
     callback_value,
 )
+from orchestrator.record.events import kinds
 from orchestrator.record.events.kinds import End, Event, Start
+from orchestrator.record.files.log import Emit, ignore_event
 from orchestrator.tasks.named_object import make_named_object
 from orchestrator.tasks.user_code import describe
 
@@ -163,7 +165,7 @@ class CallbackRunner:
         self._errors: Counter[str] = Counter()
         self._first_error: TaskFailed | None = None
         self._run: RunInfo | None = None
-        self._write: Callable[..., None] = lambda *_, **__: None
+        self._write: Emit = ignore_event
         self._has_started = False
         self._has_ended = False
         self._saves_taken = 0
@@ -172,12 +174,12 @@ class CallbackRunner:
         self.num_saves = 0
         """Requests for a checkpoint so far."""
 
-    def bind(self, run_dir: Path, config: Config, write: Callable[..., None]) -> None:
+    def bind(self, run_dir: Path, config: Config, write: Emit) -> None:
         """Set the run whose events are to come. ``write`` appends an event to its record."""
         self._run = RunInfo(run_dir, config)
         self._write = write
 
-    def write_to(self, write: Callable[..., None]) -> None:
+    def write_to(self, write: Emit) -> None:
         """Write to another record of the same run from now on."""
         self._write = write
 
@@ -247,7 +249,9 @@ class CallbackRunner:
         if request.log:
             step = getattr(value, "step", None)
             values = {key: float(number) for key, number in request.log.items()}
-            self._write("log", step=getattr(value, "steps", 0) if step is None else step, values=values)
+            self._write(
+                kinds.Logged(step=getattr(value, "steps", 0) if step is None else step, values=values)
+            )
 
     def _add_error(self, name: str, error: BaseException) -> None:
         """Report the first error of a method; the others are counted."""
@@ -257,11 +261,13 @@ class CallbackRunner:
         message = describe(error, f"running the callback {name}")
         self._first_error = self._first_error or TaskFailed(message)
         if not self._raise_errors:
-            self._write("warning", kind="callback", message=f"{message}\n  the run continues")
+            self._write(kinds.Warned(kind="callback", message=f"{message}\n  the run continues"))
 
     def report_repeated_errors(self) -> None:
         """Write how often each method has failed, if more than once, and count from zero again."""
         for name, count in self._errors.items():
             if count > 1:
-                self._write("warning", kind="callback", message=f"the callback {name} failed {count} times")
+                self._write(
+                    kinds.Warned(kind="callback", message=f"the callback {name} failed {count} times")
+                )
         self._errors.clear()

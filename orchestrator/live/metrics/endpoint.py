@@ -44,7 +44,7 @@ class RunMetrics:
 
     def text(self) -> bytes:
         # The library takes a tenth of a second to import: a run without scrapers does without it.
-        from orchestrator.live.metrics.exposition import exposition
+        from orchestrator.live.metrics.metrics import exposition
 
         with self._lock:
             return exposition(self._state, self.run_name)

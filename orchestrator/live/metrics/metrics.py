@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.record.events.kinds import DeviceSample
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from orchestrator.record.events.kinds import DeviceSample, Evaluation, Event, Exchange, Monitor, Phases
 from orchestrator.record.live.state import RunState
 from orchestrator.types import PHASES
 
@@ -22,11 +26,18 @@ Kind = Literal["gauge", "counter"]
 class Metric:
     """A metric: its name and meaning, and the function that reads its samples from a run's state."""
 
-    name: str
+    short_name: str
     help: str
     read: Callable[[RunState], Iterable[Sample]]
     labels: tuple[str, ...] = ()
-    kind: Kind = "gauge"
+
+    @property
+    def name(self) -> str:
+        return f"orchestrator_{self.short_name}"
+
+    @property
+    def kind(self) -> Kind:
+        return "counter" if self.name.endswith("_total") else "gauge"
 
 
 def _one(read: Callable[[RunState], float | None]) -> Callable[[RunState], Iterator[Sample]]:
@@ -44,9 +55,9 @@ def _count(name: str) -> Callable[[RunState], Iterator[Sample]]:
     return _one(lambda state: state.counts[name])
 
 
-def _field(event: str, name: str) -> Callable[[RunState], Iterator[Sample]]:
+def _field(event: type[Event], name: str) -> Callable[[RunState], Iterator[Sample]]:
     """Return a reader of a field of the newest event of a kind."""
-    return _one(lambda state: getattr(getattr(state, event), name, None))
+    return _one(lambda state: getattr(state.newest(event), name, None))
 
 
 def _last_step(name: str) -> Callable[[RunState], Iterator[Sample]]:
@@ -71,7 +82,7 @@ _INFO = ("version", "task", "strategy", "device", "precision")
 
 def _phases(state: RunState) -> Iterator[Sample]:
     for phase in PHASES:
-        seconds = getattr(state.phases, phase, None)
+        seconds = getattr(state.newest(Phases), phase, None)
         if seconds is not None:
             yield (("phase", phase),), seconds
 
@@ -106,7 +117,8 @@ def _node(name: str, scale: float = 1.0) -> Callable[[RunState], Iterator[Sample
     """Return a reader of a figure of the main worker's node."""
 
     def read(state: RunState) -> float | None:
-        value = getattr(state.monitor.host, name) if state.monitor is not None else None
+        reading = state.newest(Monitor)
+        value = getattr(reading.host, name) if reading is not None else None
         return None if value is None else value * scale
 
     return _one(read)
@@ -116,7 +128,8 @@ def _gpus(name: str, scale: float = 1.0) -> Callable[[RunState], Iterator[Sample
     """Return a reader of a figure of each GPU of the main worker's node."""
 
     def samples(state: RunState) -> Iterator[Sample]:
-        for device in state.monitor.devices if state.monitor is not None else ():
+        reading = state.newest(Monitor)
+        for device in reading.devices if reading is not None else ():
             value = getattr(device, name)
             if value is not None:
                 yield _gpu_labels(device), value * scale
@@ -132,104 +145,102 @@ _GPU = ("gpu", "name")
 _PERCENT = 0.01
 
 METRICS = (
-    Metric("orchestrator_run_info", "Constants of the run, in the labels; always 1.", _info, _INFO),
+    Metric("run_info", "Constants of the run, in the labels; always 1.", _info, _INFO),
     Metric(
-        "orchestrator_running",
+        "running",
         "1 while the run trains, 0 before it starts and after it ended.",
         _one(lambda state: state.status == "running"),
     ),
-    Metric("orchestrator_step", "The last step that was trained.", _one(lambda state: state.step)),
-    Metric("orchestrator_planned_steps", "Steps of the whole run.", _one(lambda state: state.total_steps)),
-    Metric("orchestrator_epoch", "The epoch of the last step, from 1.", _one(lambda state: state.epoch)),
-    Metric("orchestrator_workers", "Workers that train.", _one(lambda state: state.workers)),
+    Metric("step", "The last step that was trained.", _one(lambda state: state.step)),
+    Metric("planned_steps", "Steps of the whole run.", _one(lambda state: state.total_steps)),
+    Metric("epoch", "The epoch of the last step, from 1.", _one(lambda state: state.epoch)),
+    Metric("workers", "Workers that train.", _one(lambda state: state.workers)),
     Metric(
-        "orchestrator_remaining_seconds",
+        "remaining_seconds",
         "Time of the steps to come at the recent speed.",
         _one(lambda state: state.seconds_left()),
     ),
-    Metric("orchestrator_loss", "Training loss of the last step.", _one(lambda state: state.loss)),
-    Metric("orchestrator_validation_loss", "Loss of the last evaluation.", _field("evaluation", "loss")),
-    Metric("orchestrator_gradient_norm", "Gradient norm of the last step.", _last_step("grad_norm")),
-    Metric("orchestrator_learning_rate", "Learning rate of the last step.", _last_step("lr")),
+    Metric("loss", "Training loss of the last step.", _one(lambda state: state.loss)),
+    Metric("validation_loss", "Loss of the last evaluation.", _field(Evaluation, "loss")),
+    Metric("gradient_norm", "Gradient norm of the last step.", _last_step("grad_norm")),
+    Metric("learning_rate", "Learning rate of the last step.", _last_step("lr")),
+    Metric("samples_per_second", "Samples per second over the last 50 steps.", _speed("samples")),
     Metric(
-        "orchestrator_samples_per_second", "Samples per second over the last 50 steps.", _speed("samples")
-    ),
-    Metric(
-        "orchestrator_units_per_second",
+        "units_per_second",
         "Units of the task, such as tokens, per second over the last 50 steps.",
         _speed("units"),
     ),
-    Metric("orchestrator_step_seconds", "Mean time of the last 50 steps.", _speed("mean_step_s")),
-    Metric("orchestrator_phase_seconds", "Time of each phase per step.", _phases, ("phase",)),
+    Metric("step_seconds", "Mean time of the last 50 steps.", _speed("mean_step_s")),
+    Metric("phase_seconds", "Time of each phase per step.", _phases, ("phase",)),
     Metric(
-        "orchestrator_exchange_seconds",
+        "exchange_seconds",
         "Waiting time of the token exchange per step, mean over hosts.",
-        _field("exchange", "seconds"),
+        _field(Exchange, "seconds"),
     ),
     Metric(
-        "orchestrator_exchange_bytes",
+        "exchange_bytes",
         "Bytes sent to other hosts per step, summed over hosts.",
-        _field("exchange", "bytes"),
+        _field(Exchange, "bytes"),
     ),
     Metric(
-        "orchestrator_imbalance_ratio",
+        "imbalance_ratio",
         "Time of the slowest host over the mean; 1 is balanced.",
         _one(lambda state: state.experts.imbalance()),
     ),
     Metric(
-        "orchestrator_host_time_ratio",
-        "Time of each host's experts over the mean of all hosts.",
-        _host_times,
-        ("host",),
+        "host_time_ratio", "Time of each host's experts over the mean of all hosts.", _host_times, ("host",)
     ),
-    Metric("orchestrator_experts", "Experts of each layer.", _experts, ("layer",)),
+    Metric("experts", "Experts of each layer.", _experts, ("layer",)),
     Metric(
-        "orchestrator_busiest_expert_ratio",
+        "busiest_expert_ratio",
         "Tokens of the busiest expert of each layer over the even share.",
         _expert_peaks,
         ("layer",),
     ),
     Metric(
-        "orchestrator_expert_changes_total",
+        "expert_changes_total",
         "Changes of experts, with those that were undone, or repeated after a failure.",
         _expert_changes,
         ("change",),
-        "counter",
     ),
+    Metric("failures_total", "Failures of workers and of the run.", _count("failures")),
+    Metric("recoveries_total", "Recoveries from failures.", _count("recoveries")),
+    Metric("lost_steps_total", "Steps that were repeated after failures.", _count("lost_steps")),
+    Metric("checkpoints_total", "Checkpoints written.", _count("checkpoints")),
+    Metric("node_cpu_ratio", "CPU use of the main worker's node.", _node("cpu_percent", _PERCENT)),
+    Metric("node_memory_used_bytes", "Used memory of the main worker's node.", _node("memory_used")),
+    Metric("process_memory_bytes", "Resident memory of the main worker.", _node("process_memory")),
     Metric(
-        "orchestrator_failures_total",
-        "Failures of workers and of the run.",
-        _count("failures"),
-        (),
-        "counter",
-    ),
-    Metric("orchestrator_recoveries_total", "Recoveries from failures.", _count("recoveries"), (), "counter"),
-    Metric(
-        "orchestrator_lost_steps_total",
-        "Steps that were repeated after failures.",
-        _count("lost_steps"),
-        (),
-        "counter",
-    ),
-    Metric("orchestrator_checkpoints_total", "Checkpoints written.", _count("checkpoints"), (), "counter"),
-    Metric(
-        "orchestrator_node_cpu_ratio", "CPU use of the main worker's node.", _node("cpu_percent", _PERCENT)
-    ),
-    Metric(
-        "orchestrator_node_memory_used_bytes", "Used memory of the main worker's node.", _node("memory_used")
-    ),
-    Metric(
-        "orchestrator_process_memory_bytes", "Resident memory of the main worker.", _node("process_memory")
-    ),
-    Metric(
-        "orchestrator_gpu_memory_used_bytes",
+        "gpu_memory_used_bytes",
         "Used memory of the GPUs of the main worker's node.",
         _gpus("memory_used"),
         _GPU,
     ),
-    Metric("orchestrator_gpu_memory_size_bytes", "Memory of these GPUs.", _gpus("memory_total"), _GPU),
-    Metric("orchestrator_gpu_utilization_ratio", "Use of these GPUs.", _gpus("utilization", _PERCENT), _GPU),
-    Metric("orchestrator_gpu_power_watts", "Power of these GPUs.", _gpus("power"), _GPU),
-    Metric("orchestrator_gpu_temperature_celsius", "Temperature of these GPUs.", _gpus("temperature"), _GPU),
+    Metric("gpu_memory_size_bytes", "Memory of these GPUs.", _gpus("memory_total"), _GPU),
+    Metric("gpu_utilization_ratio", "Use of these GPUs.", _gpus("utilization", _PERCENT), _GPU),
+    Metric("gpu_power_watts", "Power of these GPUs.", _gpus("power"), _GPU),
+    Metric("gpu_temperature_celsius", "Temperature of these GPUs.", _gpus("temperature"), _GPU),
 )
 """All metrics. Each also has the label ``run``, the name of the run folder."""
+
+
+def exposition(state: RunState, run_name: str) -> bytes:
+    """Return all metrics of a run as text."""
+    return generate_latest(_Families(state, run_name))
+
+
+class _Families(Collector):
+    """The metrics of a state that have a sample, as the library wants them."""
+
+    def __init__(self, state: RunState, run_name: str) -> None:
+        self._state = state
+        self._run_name = run_name
+
+    def collect(self) -> Iterator[Family]:
+        for metric in METRICS:
+            # The library adds the suffix to the names of counters again.
+            family = Family(metric.name.removesuffix("_total"), metric.help, metric.kind)
+            for labels, value in metric.read(self._state):
+                family.add_sample(metric.name, {"run": self._run_name, **dict(labels)}, value)
+            if family.samples:
+                yield family

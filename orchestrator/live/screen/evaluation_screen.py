@@ -7,7 +7,7 @@ from time import monotonic
 from typing import Any
 
 from orchestrator.live.screen.screen import Screen
-from orchestrator.record.events.kinds import Start
+from orchestrator.record.events.kinds import Start, Step
 from orchestrator.redaction import Secrets
 from orchestrator.types import counted
 
@@ -30,7 +30,7 @@ class EvaluationScreen(Screen):
         if not self._has_bar:
             self._has_bar = True
             self(Start(total_steps=total))
-        self._state.step = done
+        self._state(Step(step=done))
         if not self._display.is_live and monotonic() >= self._next_line_s:
             self._next_line_s = monotonic() + _LINE_SECONDS
             self.note(f"{done} of {total or '?'} batches")

@@ -7,19 +7,19 @@ A step event only updates numbers; rich's own thread draws them, about eight tim
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.record.events import kinds
 from orchestrator.record.events.kinds import Event
-from orchestrator.record.summary.speed import RECENT_STEPS, speed_of
+from orchestrator.record.live.state import RunState
+from orchestrator.record.summary.speed import speed_of
 from orchestrator.redaction import Secrets, mask
 from orchestrator.report.draw.display import Display
 from orchestrator.report.draw.text import (
     change_line,
+    compile_text,
     cuda_graph_text,
     failure_text,
     oom_text,
@@ -37,25 +37,29 @@ MAX_METRICS = 3  # of a task, on a line of progress; an evaluation shows all
 REST_OF_BAR = 68  # columns of the bar line without the bar itself, at most
 
 
-class _Speed:
-    """Samples, or the units that a task counts, per second over the last steps."""
+def _bar_text(state: RunState) -> str:
+    """Return loss, metrics, speed and memory as of the last events."""
+    steps = state.steps
+    loss = steps[-1].loss if steps else None
+    metrics = list(steps[-1].metrics.items())[:MAX_METRICS] if steps else []
+    parts = [
+        "" if loss is None else f"loss {loss:.4g}",
+        *(f"{name} {value:.4g}" for name, value in metrics),
+        _speed_text(steps, state.start),
+        _memory_text(state.newest(kinds.Monitor)),
+    ]
+    return "  ".join(part for part in parts if part)
 
-    def __init__(self, unit: str = "") -> None:
-        self._unit = unit or "tokens"
-        self._steps: deque[kinds.Step] = deque(maxlen=RECENT_STEPS)
 
-    def add(self, step: kinds.Step) -> None:
-        if not step.warm_up:
-            self._steps.append(step)
-
-    def text(self) -> str:
-        # A copy: the drawing thread reads while the training thread appends.
-        speed = speed_of(tuple(self._steps))
-        if speed is None or not speed.samples:
-            return ""
-        if self._unit == "samples" or speed.units == speed.samples:
-            return f"{_rate_text(speed.samples)} samples/s"
-        return f"{_rate_text(speed.units)} {self._unit}/s"
+def _speed_text(steps: Sequence[kinds.Step], start: kinds.Start | None) -> str:
+    """Return samples, or the units that a task counts, per second over the last steps."""
+    speed = speed_of(step for step in steps if not step.warm_up)
+    if speed is None or not speed.samples:
+        return ""
+    unit = (start.unit if start is not None else None) or "tokens"
+    if unit == "samples" or speed.units == speed.samples:
+        return f"{_rate_text(speed.samples)} samples/s"
+    return f"{_rate_text(speed.units)} {unit}/s"
 
 
 def _rate_text(rate: float) -> str:
@@ -65,23 +69,12 @@ def _rate_text(rate: float) -> str:
     return count_text(round(rate, 1 if rate < 100 else None))
 
 
-@dataclass
-class _BarState:
-    """The numbers of the bar, as of the last events."""
-
-    step: int = 0
-    total: int | None = None
-    loss: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    memory_bytes: float | None = None
-    speed: _Speed = field(default_factory=_Speed)
-
-    def text(self) -> str:
-        loss = "" if self.loss is None else f"loss {self.loss:.4g}"
-        memory = "" if self.memory_bytes is None else bytes_text(self.memory_bytes)
-        shown = list(self.metrics.items())[:MAX_METRICS]
-        metrics = [f"{name} {value:.4g}" for name, value in shown]
-        return "  ".join(part for part in (loss, *metrics, self.speed.text(), memory) if part)
+def _memory_text(reading: kinds.Monitor | None) -> str:
+    if reading is None:
+        return ""
+    known = [device.memory_used for device in reading.devices if device.memory_used is not None]
+    used = max(known, default=reading.host.process_memory)
+    return "" if used is None else bytes_text(used)
 
 
 class Screen:
@@ -90,12 +83,11 @@ class Screen:
     def __init__(self, console: Console | None = None, quiet: bool = False, secrets: Secrets = ()) -> None:
         self._display = Display(console, quiet, self.close, "the run continues, see its events.jsonl")
         self._secrets = secrets
-        self._state = _BarState()
+        self._state = RunState()
         self._bar: Progress | None = None
         self._next_line = 0
         self.log_every: int | None = None
         """Steps between lines if the output is no terminal, as the user has set them."""
-        self._is_recovering = False
         self._has_trained = False
 
     def banner(self, rows: Sequence[tuple[str, str]], title: str = "") -> None:
@@ -111,13 +103,15 @@ class Screen:
         self._display.guard(lambda: self._show(event))
 
     def _show(self, event: Event) -> None:
+        if isinstance(event, kinds.Start):
+            # The bar of a run that starts again in this process keeps its last step.
+            self.close()
+        self._state(event)
         match event:
             case kinds.Step():
                 self._step(event)
             case kinds.Start():
-                self._start(event)
-            case kinds.Monitor():
-                self._monitor(event)
+                self._start()
             case kinds.Evaluation():
                 self._evaluate(event)
             case kinds.Resume():
@@ -132,13 +126,11 @@ class Screen:
             case kinds.Warned():
                 self._warning(f"warning: {event.message}")
             case kinds.Failure() if not event.final:  # the caller reports the final failure
-                self._is_recovering = True
                 self._warning(f"{failure_text(event)} ...")
             case kinds.Recovery():
-                self._is_recovering = False
                 self._warning(recovery_text(event))
             case kinds.Compile():
-                self._compile(event)
+                self._line(compile_text(event), style="yellow" if event.status == "failed" else "")
             case kinds.CudaGraph():
                 self._line(cuda_graph_text(event), style="yellow" if event.status == "failed" else "")
             case kinds.OutOfMemory():
@@ -155,11 +147,7 @@ class Screen:
         if bar is not None:
             bar.stop()
 
-    def _start(self, start: kinds.Start) -> None:
-        self.close()  # a run that starts again in this process gets a new bar
-        self._state = _BarState(
-            step=start.step or 0, total=start.total_steps or None, speed=_Speed(start.unit or "")
-        )
+    def _start(self) -> None:
         self._next_line = self._state.step + 1
         if self._display.is_live:
             self._bar = _make_bar(self._display.console, self._state)
@@ -167,21 +155,13 @@ class Screen:
 
     def _step(self, step: kinds.Step) -> None:
         self._has_trained = True
-        state = self._state
-        state.step = step.step
-        state.loss = step.loss
-        state.metrics = step.metrics
-        state.speed.add(step)
-        is_due = state.step >= self._next_line or state.step == state.total
+        total = self._state.total_steps
+        is_due = step.step >= self._next_line or step.step == total
         if is_due and not self._display.is_live:
-            interval = self.log_every or max(1, (state.total or 1000) // NUM_PLAIN_LINES)
-            self._next_line = (state.step // interval + 1) * interval
+            interval = self.log_every or max(1, (total or 1000) // NUM_PLAIN_LINES)
+            self._next_line = (step.step // interval + 1) * interval
             epoch = _from_one(step.epoch)
-            self._line(f"epoch {epoch}  step {state.step}/{state.total or '?'}  {state.text()}")
-
-    def _monitor(self, reading: kinds.Monitor) -> None:
-        known = [device.memory_used for device in reading.devices if device.memory_used is not None]
-        self._state.memory_bytes = max(known, default=reading.host.process_memory)
+            self._line(f"epoch {epoch}  step {step.step}/{total or '?'}  {_bar_text(self._state)}")
 
     def _evaluate(self, evaluation: kinds.Evaluation) -> None:
         parts = [f"epoch {_from_one(evaluation.epoch)}", f"step {evaluation.step}", *score_texts(evaluation)]
@@ -198,19 +178,13 @@ class Screen:
             self._line(f"started from the weights of {resume.path}")
         # The recovery event says more; a group that grows has one without a failure before it. Without a
         # path there was no checkpoint: --resume auto has begun a new run.
-        elif not self._is_recovering and resume.source != "memory" and resume.path:
+        elif not self._state.is_recovering and resume.source != "memory" and resume.path:
             self._warning(f"resumed at step {resume.step} from {resume.path}")
 
     def _placement(self, placement: kinds.Placement) -> None:
-        is_unchanged = self._is_recovering and placement.method == "as before"
+        is_unchanged = self._state.is_recovering and placement.method == "as before"
         if placement.sentence and not is_unchanged:
             self._line(placement.sentence, style="dim")
-
-    def _compile(self, event: kinds.Compile) -> None:
-        if event.status == "failed":
-            self._warning(f"compilation failed, continuing without it: {event.detail}")
-        else:
-            self._line(f"compiled in {event.seconds or 0.0:.1f} s ({event.detail})")
 
     def _end(self, end: kinds.End) -> None:
         self.close()
@@ -248,7 +222,7 @@ class Screen:
             self._line(f"  {label:<{width}}  {value}")
 
 
-def _make_bar(console: Console, state: _BarState) -> Progress:
+def _make_bar(console: Console, state: RunState) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     class Bar(Progress):
@@ -257,7 +231,7 @@ def _make_bar(console: Console, state: _BarState) -> Progress:
 
         def get_renderables(self) -> Any:
             for task in self.task_ids:
-                self.update(task, completed=state.step, numbers=state.text())
+                self.update(task, completed=state.step, numbers=_bar_text(state))
             yield from super().get_renderables()
 
     bar_width = max(5, min(40, console.width - REST_OF_BAR))
@@ -268,7 +242,7 @@ def _make_bar(console: Console, state: _BarState) -> Progress:
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
     bar = Bar(*columns, console=console, refresh_per_second=8)
-    bar.add_task("", total=state.total, completed=state.step, numbers="")
+    bar.add_task("", total=state.total_steps, completed=state.step, numbers="")
     return bar
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.live.watch.glyphs import EMPTY, FULL, MARK, SHADES
-from orchestrator.live.watch.lines import LABEL_WIDTH, Part, label_line
+from orchestrator.live.watch.lines import EMPTY, FULL, LABEL_WIDTH, MARK, SHADES, Part, label_line
+from orchestrator.record.events.kinds import Exchange
 from orchestrator.record.experts.placements import RecordedPlacement
-from orchestrator.record.live.expert_use import LayerUse
-from orchestrator.record.live.state import RunState
+from orchestrator.record.live.state import LayerUse, RunState
 from orchestrator.types import bytes_text, counted, seconds_text
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def _held_text(placement: RecordedPlacement, index: int) -> str:
 
 def exchange(state: RunState) -> list[Text]:
     """Return the token exchange of a step; empty if there is none."""
-    exchanged = state.exchange
+    exchanged = state.newest(Exchange)
     if exchanged is None or exchanged.seconds is None:
         return []
     seconds = exchanged.seconds

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from orchestrator.live.watch.glyphs import bar, curve
-from orchestrator.live.watch.lines import LABEL_WIDTH, label_line, line, spread
-from orchestrator.record.events.kinds import DeviceSample, HostSample, Start
+from orchestrator.live.watch.lines import LABEL_WIDTH, bar, curve, label_line, line, spread
+from orchestrator.record.events.kinds import DeviceSample, Evaluation, HostSample, Monitor, Phases, Start
 from orchestrator.record.live.state import RunState
 from orchestrator.record.summary.speed import RECENT_STEPS
 from orchestrator.types import PHASES, bytes_text, count_text, counted, seconds_text, speed_text
@@ -72,14 +71,14 @@ def progress(state: RunState, width: int, now: float) -> Text:
 def losses(state: RunState, width: int) -> Text:
     """Return the loss of the last step, its curve, and the last validation."""
     shown = "–" if state.loss is None else f"{state.loss:.4g}"
-    evaluation = state.evaluation
+    evaluation = state.newest(Evaluation)
     validation = ""
     if evaluation is not None:
         best = " ★" if evaluation.best else ""
         loss = "–" if evaluation.loss is None else f"{evaluation.loss:.4g}"
         validation = f"  validation {loss} at step {evaluation.step:,}{best}"
     num_points = min(_MAX_CURVE, width - LABEL_WIDTH - len(shown) - len(validation) - 2)
-    points = curve(state.losses.means(max(0, num_points)))
+    points = curve(state.loss_means(max(0, num_points)))
     return label_line("loss", (shown, "bold"), "  ", (points, "cyan"), validation)
 
 
@@ -99,36 +98,34 @@ def speed(state: RunState) -> Text | None:
 
 def counts(state: RunState) -> Text | None:
     """Return the number of failures and of changes of experts; None if there were none."""
-    names = {"failures": "failure", "recoveries": "recovery", "lost_steps": "step repeated"}
-    texts = [
-        f"{state.counts[key]} {name if state.counts[key] == 1 else _plural(name)}"
-        for key, name in names.items()
-        if state.counts[key]
-    ]
-    changes = state.changes.counts()
+    names = {
+        "failures": ("failure", "failures"),
+        "recoveries": ("recovery", "recoveries"),
+        "lost_steps": ("step repeated", "steps repeated"),
+    }
+    numbers = state.counts
+    texts = [counted(numbers[key], *nouns) for key, nouns in names.items() if numbers[key]]
+    changes = state.changes()
     if changes:
         texts.append("experts " + ", ".join(f"{count} {name}" for name, count in changes.items()))
     if not texts:
         return None
-    return label_line("so far", (", ".join(texts), "yellow" if state.counts["failures"] else ""))
-
-
-def _plural(name: str) -> str:
-    return {"recovery": "recoveries", "step repeated": "steps repeated"}.get(name, f"{name}s")
+    return label_line("so far", (", ".join(texts), "yellow" if numbers["failures"] else ""))
 
 
 def machine(state: RunState, width: int) -> list[Text]:
     """Return the load of the main worker's node and of its GPUs."""
-    if state.monitor is None:
+    reading = state.newest(Monitor)
+    if reading is None:
         return []
-    host = state.monitor.host
+    host = reading.host
     texts = [
         "" if host.cpu_percent is None else f"CPU {host.cpu_percent:.0f}%",
         _memory_text(host),
         "" if host.process_memory is None else f"this process {bytes_text(host.process_memory)}",
     ]
     lines = [label_line("node", ", ".join(text for text in texts if text))]
-    devices = state.monitor.devices
+    devices = reading.devices
     lines += [_gpu(device, width) for device in devices[:_MAX_GPUS]]
     if len(devices) > _MAX_GPUS:
         lines.append(label_line("", (f"{len(devices) - _MAX_GPUS} more GPUs", "dim")))
@@ -158,7 +155,7 @@ def _memory_text(sample: HostSample | DeviceSample) -> str:
 
 def step_phases(state: RunState, width: int) -> list[Text]:
     """Return the share of each phase in the time of a step, as bars."""
-    phases = state.phases
+    phases = state.newest(Phases)
     if phases is None or not phases.total:
         return []
     total = phases.total

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orchestrator.live.watch.event_lines import event_line
 from orchestrator.live.watch.expert_views import heat_map, hosts
 from orchestrator.live.watch.figures import counts, head, losses, machine, progress, speed, step_phases
-from orchestrator.live.watch.lines import column_width, fitted, line, side_by_side
+from orchestrator.live.watch.lines import Part, column_width, fitted, line, side_by_side
+from orchestrator.record.events.kinds import Event, StepEvent
 from orchestrator.record.live.state import RunState
+from orchestrator.report.draw.text import event_text, event_tone
+from orchestrator.types import first_line
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -21,6 +24,7 @@ _EVENTS_HEAD = 2  # an empty line and the title
 MAX_EVENTS = 12
 MAX_ROWS = 16
 """Hosts or layers that are shown where the height is not limited."""
+_STYLES = {"calm": "dim", "good": "green", "info": "cyan", "warn": "yellow", "bad": "red"}
 
 
 @dataclass(frozen=True)
@@ -87,5 +91,19 @@ def _in_columns(width: int, phases: list[Text], hosts: list[Text], experts: list
 def _events(state: RunState, size: Size, num_lines: int) -> list[Text]:
     """Return the newest notable events, as many as there is room for."""
     room = MAX_EVENTS if size.height is None else size.height - num_lines - _EVENTS_HEAD
-    shown = list(state.notable)[-max(MIN_EVENTS, min(MAX_EVENTS, room)) :]
-    return [line(""), line(("events", "dim")), *(line("  ", event_line(event)) for event in shown)]
+    shown = state.notable()[-max(MIN_EVENTS, min(MAX_EVENTS, room)) :]
+    return [line(""), line(("events", "dim")), *(line("  ", _event_part(event)) for event in shown)]
+
+
+def _event_part(event: Event) -> Part:
+    """Return an event with the time of day, in the style of its tone."""
+    step = f"step {event.step}: " if isinstance(event, StepEvent) else ""
+    text = f"{_clock_text(event.time)}  {step}{first_line(event_text(event))}"
+    return text, _STYLES.get(event_tone(event), "")
+
+
+def _clock_text(seconds: float | None) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(seconds or 0.0))
+    except (OverflowError, ValueError, OSError):  # a time that no clock shows
+        return "??:??:??"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.errors import UserError
 from orchestrator.live.watch.frame import Size, frame
-from orchestrator.live.watch.glyphs import plain
+from orchestrator.live.watch.lines import plain
 from orchestrator.record.files.ledger import holds_sweep
 from orchestrator.record.files.remote_record import EVENTS, holds_record
 from orchestrator.record.files.tail import Follower
@@ -35,9 +35,8 @@ class Watch:
         """Raises ``UserError`` if there is no run."""
         self._console = console
         self._now = now
-        self._state = RunState()
         self._trouble = ""
-        self._follower = _follow(location, self._state)
+        self._state, self._follower = _follow(location)
         self.name = location.resolve().name if as_url(location) is None else location.name
 
     @property
@@ -68,14 +67,15 @@ class Watch:
         return lines
 
 
-def _follow(location: Path, state: RunState) -> Follower:
+def _follow(location: Path) -> tuple[RunState, Follower]:
     if as_url(location) is not None:
         folder = open_folder("the run folder", location)
         if not holds_record(folder):
             raise UserError(
                 f"there is no run at {folder.url}: it holds no {EVENTS}; give the folder of a run"
             )
-        return Follower(Path(EVENTS), [state], remote=folder)
+        state = RunState()
+        return state, Follower(Path(EVENTS), [state], remote=folder)
     if not location.is_dir():
         raise UserError(f"there is no folder {location}; give the folder of a run, as in results/NAME")
     if holds_sweep(location):
@@ -84,8 +84,8 @@ def _follow(location: Path, state: RunState) -> Follower:
         raise UserError(f"there is no run in {location}: it holds no {EVENTS}; give the folder of a run")
     # Only the newest part of a long record is read.
     fold = read_fold(location / EVENTS)
-    state.take(fold)
-    return Follower(location / EVENTS, [state], fold.extent)
+    state = RunState(fold)
+    return state, Follower(location / EVENTS, [state], fold.extent)
 
 
 def wait_for_run(location: Path, console: Console, interval_s: float) -> None:

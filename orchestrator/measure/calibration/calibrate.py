@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from orchestrator.errors import ResourceError
 from orchestrator.measure.calibration.device_costs import CalibrationScope, ProgressCallback, measure_device
 from orchestrator.measure.calibration.link_bandwidth import measured_links
-from orchestrator.measure.calibration.measured_sizes import TINY
+from orchestrator.measure.calibration.timer import TINY
 from orchestrator.plan.cost.calibration import VERSION, Calibration, Profile
 from orchestrator.plan.cost.machine import LinkKind
 from orchestrator.plan.inventory.hardware import Inventory

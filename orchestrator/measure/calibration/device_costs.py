@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from orchestrator.measure.calibration.host_overhead import make_yardstick, with_overhead
-from orchestrator.measure.calibration.measured_sizes import ON_CPU, ON_GPU, TINY, MeasuredSizes
-from orchestrator.measure.calibration.op_times import attention_curves, move_curves, update_curve
-from orchestrator.measure.calibration.product_times import (
+from orchestrator.measure.calibration.op_times import (
+    attention_curves,
     group_seconds,
     grouped_curve,
+    move_curves,
     product_grids,
     unaligned_factors,
+    update_curve,
 )
-from orchestrator.measure.calibration.sustained_load import with_sustained
-from orchestrator.measure.calibration.timer import Timer
+from orchestrator.measure.calibration.timer import ON_CPU, ON_GPU, TINY, MeasuredSizes, Timer
+from orchestrator.measure.calibration.whole_steps import make_yardstick, with_overhead, with_sustained
 from orchestrator.plan.cost.calibration import Reference
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.machine import DeviceCosts
@@ -79,9 +79,7 @@ def measure_device(
     measured = _with_whole_steps(costs, inventory, scope, timer, progress)
     del timer  # with its pools of operands
     free_cached(device)
-    # The libraries' workspaces are all that is still allocated.
-    reserved_bytes = float(torch.cuda.memory_allocated(device))
-    return replace(measured, costs=replace(measured.costs, reserved_bytes=reserved_bytes))
+    return measured
 
 
 def _operation_costs(

@@ -4,14 +4,15 @@ several sizes."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from orchestrator.measure.calibration.fit import fit_link
-from orchestrator.plan.cost.machine import Interconnect, LinkKind
+from orchestrator.measure.calibration.timer import fit_nonnegative
+from orchestrator.plan.cost.machine import Interconnect, Link, LinkKind
 from orchestrator.train.device.clock import synchronize, timed_seconds
 from orchestrator.train.group.world import World
 
@@ -59,4 +60,12 @@ def _message_seconds(world: World, send: Callable[[Tensor], Any], size_bytes: in
         synchronize(world.device)
         seconds.append(timed_seconds(lambda: send(tensor), world.device))
     own_mean = statistics.mean(seconds[_WARM_UP:])
-    return statistics.mean(row[0] for row in world.gather([own_mean]))
+    return statistics.mean(world.gather_values(own_mean))
+
+
+def fit_link(kind: LinkKind, seconds: Mapping[int, float]) -> Link:
+    """Return the link whose latency and bandwidth explain the seconds by message size best."""
+    sizes = np.array(list(seconds), float)
+    values = np.array(list(seconds.values()))
+    latency_s, seconds_per_byte = fit_nonnegative(np.stack([np.ones_like(sizes), sizes], 1), values)
+    return Link(kind, latency_s, 1.0 / max(seconds_per_byte, 1e-13))

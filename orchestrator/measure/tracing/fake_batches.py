@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from orchestrator.errors import UserError
 from orchestrator.tasks.task import Gatherable, Task
-from orchestrator.train.data.first_samples import with_random_access
-from orchestrator.train.data.loading import LoaderOptions
-from orchestrator.train.data.opening import open_feed
 from orchestrator.train.data.steps import as_dataset
 from orchestrator.train.device.batches import to_device
-from orchestrator.train.group.world import World
 
 
 @contextmanager
@@ -51,24 +46,6 @@ class TrainingData:
         if isinstance(data, Gatherable):
             self._in_memory = data
         return data
-
-
-def first_samples(data: Any, count: int, split: str = "training") -> Any:
-    """Return the first samples as a batch; short data is repeated. ``split`` is for messages."""
-    data = with_random_access(data, count)
-    if len(data) == 0:
-        raise UserError(f"the {split} data is empty; at least one sample is needed")
-    if isinstance(data, Gatherable):
-        return data.gather(torch.arange(count) % len(data))
-    feed = open_feed(
-        data,
-        World.single_process(),
-        global_batch=count,
-        micro_batch=count,
-        seed=None,
-        loader=LoaderOptions(purpose=f"a first batch of the {split} data"),
-    )
-    return next(feed.steps(0)).micro_batches[0].fetch()
 
 
 def to_fake(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:

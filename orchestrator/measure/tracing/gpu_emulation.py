@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from experts.kernels import launching
 from experts.moe.bank import computing_dtype
-from orchestrator.measure.tracing.op_recorder import OpRecorder
-from orchestrator.measure.tracing.operator_sizes import attention_of
+from orchestrator.measure.tracing.op_recorder import OpRecorder, attention_of
 from orchestrator.types import PrecisionName
 
 

@@ -11,9 +11,10 @@ from torch import nn
 
 from orchestrator.config.metric import declared_metrics, missing_metric, missing_update
 from orchestrator.errors import UserError
-from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
+from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, to_fake
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import as_loss, build_checked_model, check_updates_declared
+from orchestrator.train.data.first_samples import first_samples
 from orchestrator.train.data.steps import as_dataset
 
 _SAMPLES = 2  # batch norm needs more than one
@@ -60,7 +61,7 @@ def validation_metrics(task: Task) -> ReturnedMetrics | None:
     data = task.validation_data() if hasattr(task, "validation_data") else None
     if data is None:
         return None
-    batch = first_samples(as_dataset(data), _SAMPLES, "validation")
+    batch = first_samples(as_dataset(data), _SAMPLES, split="validation")
     for find in (_metrics_of_fake_loss, _metrics_of_loss):
         found = _unless_it_fails(lambda find=find: find(task, batch))
         if found is not None:

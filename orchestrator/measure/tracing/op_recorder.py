@@ -1,12 +1,11 @@
-"""Records the operations that torch runs: their kind, their size, and the memory that is alive
-meanwhile."""
+"""Records the operations that torch runs: their kind and their size."""
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -14,12 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from orchestrator.measure.tracing.operator_sizes import (
-    PRECISIONS,
-    attention_op,
-    convolution_ops,
-    is_attention,
-)
 from orchestrator.plan.cost.ops import (
     AttentionOp,
     MessageKind,
@@ -31,7 +24,9 @@ from orchestrator.plan.cost.ops import (
     ProductOp,
 )
 
-_ALLOCATION_BYTES = 512  # allocators round up to multiples
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_ATTENTION = "_scaled_dot_product"  # begins the names of fused attention on any device
+_MASKS = ("attn_mask", "attn_bias")
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "logits": 0}  # with the index of the first factor
 _CONVOLUTIONS = {"convolution", "convolution_backward"}
 _OPERATIONS_OF_KIND: dict[MoveKind, tuple[str, ...]] = {
@@ -91,27 +86,12 @@ _FREE = {
 }
 
 
-@dataclass(frozen=True)
-class MemoryPeaks:
-    """Most bytes alive at once, apart from parameters and the gradients of blocks."""
-
-    whole: float
-    """In the whole pass. Activations of all blocks are among them."""
-    without_gradients: float
-    """In the whole pass, apart from the gradients of all parameters."""
-    last: float
-    """While gradients of blocks accumulate. Near the end of a pass the gradients of all blocks are alive next
-    to it."""
-
-
 class OpRecorder(TorchDispatchMode):
     """Collects the operations that run inside it."""
 
     def __init__(self, on_gpu: bool = False) -> None:
         super().__init__()
         self._on_gpu = on_gpu
-        self._alive_bytes = 0.0
-        self._known_storages: set[int] = set()
         self.restart()
 
     def restart(self) -> None:
@@ -122,16 +102,6 @@ class OpRecorder(TorchDispatchMode):
         self._launches = 0
         self._sorts = 0
         self._before_wait: MicroBatchOps | None = None
-        self._peak_bytes = 0.0
-        self._block_gradient_bytes = 0.0
-        self._gradient_bytes = 0.0
-        self._peak_without_block_gradients = 0.0
-        self._peak_without_gradients = 0.0
-        self._last_peak = 0.0
-
-    def ignore_memory_of(self, tensors: Sequence[Tensor]) -> None:
-        """Do not count the memory of these tensors: it is counted as parameters."""
-        self._known_storages |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -150,14 +120,12 @@ class OpRecorder(TorchDispatchMode):
             self._operations += not own
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self._sorts += self._on_gpu and _sorts(name, inputs)
-            if is_attention(name):
-                self._counts[attention_op(func, args, kwargs)] += 1
+            if name.startswith(_ATTENTION):
+                self._counts[_attention_op(func, args, kwargs)] += 1
             elif name in _CONVOLUTIONS:
-                self._counts.update(convolution_ops(func, args, kwargs, output))
+                self._counts.update(_convolution_ops(func, args, kwargs, output))
             else:
                 self._record(name, inputs, results)
-        for tensor in results:
-            self._track_memory(tensor)
         return output
 
     def _record(self, name: str, inputs: list[Tensor], results: list[Tensor]) -> None:
@@ -167,45 +135,6 @@ class OpRecorder(TorchDispatchMode):
         else:
             moved_bytes = sum(_touched_bytes(tensor) for tensor in (*inputs, *results))
             self._counts[MoveOp(_KINDS.get(name, "plain"), moved_bytes)] += 1
-
-    def _track_memory(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._known_storages:
-            return
-        self._known_storages.add(storage._cdata)
-        size = -(-storage.nbytes() // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
-        self._alive_bytes += size
-        self._peak_bytes = max(self._peak_bytes, self._alive_bytes)
-        of_pass = self._alive_bytes - self._gradient_bytes
-        self._peak_without_gradients = max(self._peak_without_gradients, of_pass)
-        without_block_gradients = self._alive_bytes - self._block_gradient_bytes
-        self._peak_without_block_gradients = max(self._peak_without_block_gradients, without_block_gradients)
-        self._last_peak = max(self._last_peak, without_block_gradients)
-        weakref.finalize(storage, self._forget_storage, storage._cdata, size)
-
-    def _forget_storage(self, address: int, size: float) -> None:
-        # A later storage may have the same address.
-        self._known_storages.discard(address)
-        self._alive_bytes -= size
-
-    def record_gradient(self, parameter: Tensor) -> None:
-        """Record that the gradient of a parameter is complete. It stays alive to the end."""
-        assert parameter.grad is not None
-        self._gradient_bytes += parameter.grad.nbytes
-
-    def record_block_gradient(self, parameter: Tensor) -> None:
-        """Record that the gradient of a block's parameter is complete, in addition to ``record_gradient``."""
-        assert parameter.grad is not None
-        if not self._block_gradient_bytes:
-            self._last_peak = 0.0
-        self._block_gradient_bytes += parameter.grad.nbytes
-
-    def recorded_memory(self) -> MemoryPeaks:
-        return MemoryPeaks(
-            whole=self._peak_without_block_gradients,
-            without_gradients=self._peak_without_gradients,
-            last=self._last_peak,
-        )
 
     def record_expert_product(
         self, rows: int, experts: int, sizes: tuple[int, int], layout: ProductLayout, dtype: torch.dtype
@@ -239,9 +168,15 @@ class OpRecorder(TorchDispatchMode):
     def record_message(self, message: MessageKind, size_bytes: int) -> None:
         self._counts[MessageOp(message, size_bytes)] += 1
 
+    @property
+    def flops(self) -> float:
+        """FLOP of the products and attentions so far."""
+        counted = ((op, times) for op, times in self._counts.items() if hasattr(op, "flops"))
+        return sum(op.flops * times for op, times in counted)
+
     def recorded_ops(self) -> MicroBatchOps:
         """Return all recorded operations."""
-        return replace(self._ops_so_far(), peak_bytes=self._peak_bytes, before_wait=self._before_wait)
+        return replace(self._ops_so_far(), before_wait=self._before_wait)
 
     def _ops_so_far(self) -> MicroBatchOps:
         ops: list[Any] = [replace(op, times=times) for op, times in self._counts.items()]
@@ -295,3 +230,83 @@ def _touched_bytes(tensor: Tensor) -> int:
     """Return the bytes that an operation touches: an expanded tensor has fewer than its shape
     says."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+# --- the arithmetic of attention and of convolutions, from the arguments of their operators
+
+
+def _attention_op(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionOp:
+    """Return the arithmetic of a call of fused attention."""
+    arguments = _by_name(operator, args, kwargs)
+    mask = next((arguments[name] for name in _MASKS if arguments.get(name) is not None), None)
+    is_causal = bool(arguments.get("is_causal"))
+    op = attention_of(arguments["query"], arguments["value"], mask, is_causal)
+    return replace(op, backward="backward" in operator._schema.name)
+
+
+def attention_of(query: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> AttentionOp:
+    """Return the arithmetic of fused attention, forward.
+
+    A mask over as many keys as queries counts as a causal one, unless it is the same for all queries: its
+    values are not known here, and transformers makes one in every trace, also where it would compute
+    without one."""
+    batch, heads, length, width = query.shape
+    keys, value_width = value.shape[-2:]
+    if mask is not None and keys == length and _differs_by_query(mask):
+        is_causal = True
+    return AttentionOp(
+        heads=batch * heads,
+        pairs=_causal_pairs(length, keys) if is_causal else length * keys,
+        width=width,
+        precision=PRECISIONS[query.dtype],
+        value_width=value_width if value_width != width else None,
+    )
+
+
+def _differs_by_query(mask: Tensor) -> bool:
+    """Whether a mask has a row for each query; one that hides padding has a single row for all."""
+    return mask.shape[-2] > 1 and mask.stride(-2) > 0
+
+
+def _causal_pairs(length: int, keys: int) -> float:
+    """Return the pairs below the diagonal, which begins at the first query and the first key."""
+    square = min(length, keys)
+    return square**2 / 2 + (length - square) * keys
+
+
+def _convolution_ops(
+    operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+) -> list[ProductOp]:
+    """Return the product of a convolution, or those of the gradients that its backward pass computes."""
+    arguments = _by_name(operator, args, kwargs)
+    source: Tensor = arguments["input"]
+    weight: Tensor = arguments["weight"]
+    groups = arguments["groups"]
+    if arguments["transposed"]:
+        positions = _positions(source)
+        inner, outer = len(weight) // groups, weight[0].numel()
+    else:
+        positions = _positions(arguments.get("grad_output", output))
+        inner, outer = weight[0].numel(), len(weight) // groups
+    # Groups are one product: a kernel computes them together.
+    rows = positions * groups
+    precision = PRECISIONS[weight.dtype]
+    if "output_mask" not in arguments:
+        return [ProductOp(rows, inner, outer, "conv", precision=precision)]
+    of_source, of_weight, _ = arguments["output_mask"]
+    ops = []
+    if of_source:
+        ops.append(ProductOp(rows, outer, inner, "conv", precision=precision))
+    if of_weight:
+        ops.append(ProductOp(inner, rows, outer, "conv", precision=precision))
+    return ops
+
+
+def _positions(images: Tensor) -> int:
+    """Return the positions of all images, without their channels."""
+    return images.shape[0] * prod(images.shape[2:])
+
+
+def _by_name(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in operator._schema.arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)

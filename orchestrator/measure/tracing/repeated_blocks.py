@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from orchestrator.measure.tracing.pass_memory import RepeatedKind
 from orchestrator.train.device.recompute import block_lists
 
 _MIN_BLOCKS = 8
@@ -52,6 +53,25 @@ class RepeatedBlocks:
                 selected = (*self.one_of_each[: kind + 1], numbers[1], *self.one_of_each[kind + 1 :])
                 pairs.append(FewBlocks(selected, len(numbers) - 1))
         return pairs
+
+    @property
+    def first_and_last(self) -> tuple[int, ...]:
+        """The first and the last block of each kind."""
+        return tuple(sorted({number for numbers in self._kinds for number in (numbers[0], numbers[-1])}))
+
+    def kinds(self, gradient_bytes: Callable[[nn.Module], tuple[float, float]]) -> list[RepeatedKind]:
+        """Return the kinds with more than two blocks, with their places among ``first_and_last``."""
+        places = {number: place for place, number in enumerate(self.first_and_last)}
+        return [
+            RepeatedKind(
+                places[numbers[0]],
+                places[numbers[-1]],
+                len(numbers) - 2,
+                *gradient_bytes(self._blocks[numbers[0]]),
+            )
+            for numbers in self._kinds
+            if len(numbers) > 2
+        ]
 
     @property
     def pays(self) -> bool:
@@ -100,7 +120,7 @@ def trace_few_blocks(
     ``combine`` gets the trace with one block of each kind and, for each kind that repeats, the trace with a
     second block of it and the number of its blocks beyond the first. A model that does not run with fewer
     blocks is traced as a whole."""
-    repeated = _find(model)
+    repeated = find_repeated(model)
     if repeated is None:
         return trace()
     try:
@@ -115,7 +135,7 @@ def trace_few_blocks(
     return combine(base, pairs)
 
 
-def _find(model: nn.Module) -> RepeatedBlocks | None:
+def find_repeated(model: nn.Module) -> RepeatedBlocks | None:
     """Return the repeated blocks of a model with one list of them, if it is long enough."""
     lists = block_lists(model)
     if len(lists) != 1:  # lists may belong together, block by block

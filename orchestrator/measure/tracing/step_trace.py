@@ -1,16 +1,16 @@
 """The operations of a micro-batch, traced with fake tensors, which have shapes but no data.
 
-The trace holds products with their sizes, the bytes that other operations move, messages between
-hosts, and the peak of memory. A GPU's step is traced without a GPU, so that a prediction for a
+The trace holds products with their sizes, the bytes that other operations move, and messages between
+hosts. A GPU's step is traced without a GPU, so that a prediction for a
 cluster does not depend on the machine that makes it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.moe.bank import ExpertBank
-from orchestrator.measure.tracing.fake_batches import TrainingData, fake_tensor_mode, first_samples, to_fake
+from experts.transformers.lora.packing import counts_of_numbers
+from orchestrator.measure.tracing.fake_batches import TrainingData, fake_tensor_mode, to_fake
 from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.measure.tracing.repeated_blocks import trace_few_blocks
-from orchestrator.measure.tracing.repeated_ops import TracedOps, all_blocks
 from orchestrator.measure.tracing.traced_experts import (
     NO_COPIES,
     copies_of_stacks,
@@ -32,11 +32,14 @@ from orchestrator.measure.tracing.traced_experts import (
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import as_loss, build_checked_model
+from orchestrator.train.data.first_samples import first_samples
 from orchestrator.train.device.precision import autocast, store_frozen
-from orchestrator.train.device.recompute import block_lists, recompute_blocks
+from orchestrator.train.device.recompute import recompute_blocks
 from orchestrator.types import PrecisionName
 
 _CPU = torch.device("cpu")
+_OPS = ("products", "attentions", "moves", "messages")
+_COUNTS = ("operations", "launches", "sorts", "views")
 
 
 @dataclass(frozen=True)
@@ -83,24 +86,23 @@ def trace_micro_batch(
             recompute_blocks(model, context)
         if options.on_gpu:
             stack.enter_context(emulated_gpu(options.precision, recorder))
-        recorder.ignore_memory_of([*model.parameters(), *model.buffers(), *copies.values()])
         run = _StepRun(task, model, to_fake(mode, batch, _CPU), samples, options.precision, recorder, copies)
         ops = run.trace()
     parameters = list(model.parameters())
+    counts = counts_of_numbers(model)
     own_experts = _expert_parameters(model) if options.hosts > 1 else []
     frozen = [p for p in parameters if not p.requires_grad]
     frozen_experts = [p for p in own_experts if not p.requires_grad]
     return replace(
         ops,
         samples=samples,
-        parameters=sum(p.numel() for p in parameters),
-        expert_parameters=sum(p.numel() for p in own_experts),
-        frozen=sum(p.numel() for p in frozen),
-        frozen_experts=sum(p.numel() for p in frozen_experts),
+        parameters=sum(counts.values()),
+        expert_parameters=sum(counts[p] for p in own_experts),
+        frozen=sum(counts[p] for p in frozen),
+        frozen_experts=sum(counts[p] for p in frozen_experts),
         frozen_bytes=sum(p.nbytes for p in frozen),
         frozen_expert_bytes=sum(p.nbytes for p in frozen_experts),
         tensors=sum(1 for p in parameters if p.requires_grad),
-        copied=sum(copy.numel() for copy in copies.values()),
     )
 
 
@@ -120,18 +122,9 @@ class _StepRun:
     def trace(self) -> MicroBatchOps:
         """Return the operations of a pass over all blocks."""
         parameters = [self.copies.get(p, p) for p in self.model.parameters()]
-        block_parameters = [self.copies.get(p, p) for p in _trained_in_blocks(self.model)]
-        for parameter in parameters:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.recorder.record_gradient)
-        for parameter in block_parameters:
-            parameter.register_post_accumulate_grad_hook(self.recorder.record_block_gradient)
-        gradient_bytes = sum(parameter.nbytes for parameter in block_parameters)
-        combine = partial(all_blocks, gradient_bytes=gradient_bytes)
-        traced = trace_few_blocks(self.model, lambda: self._run(parameters), combine)
-        return replace(traced.ops, pass_bytes=traced.memory.without_gradients)
+        return trace_few_blocks(self.model, lambda: self._run(parameters), _all_blocks)
 
-    def _run(self, parameters: Sequence[Tensor]) -> TracedOps:
+    def _run(self, parameters: Sequence[Tensor]) -> MicroBatchOps:
         # Of all parameters: those of blocks that are left out have gradients of an earlier pass.
         for parameter in parameters:
             parameter.grad = None
@@ -140,12 +133,37 @@ class _StepRun:
             with autocast(self.precision, _CPU):
                 loss, _ = as_loss(self.task.loss(self.model, self.batch), self.samples)
             loss.sum.backward()
-        return TracedOps(self.recorder.recorded_ops(), self.recorder.recorded_memory())
+        return self.recorder.recorded_ops()
 
 
-def _trained_in_blocks(model: nn.Module) -> list[nn.Parameter]:
-    blocks = [block for alike in block_lists(model) for block in alike]
-    return [p for block in blocks for p in block.parameters() if p.requires_grad]
+def _all_blocks(base: MicroBatchOps, pairs: Sequence[tuple[MicroBatchOps, int]]) -> MicroBatchOps:
+    """Return the pass over all blocks; see ``trace_few_blocks``.
+
+    It is ``base`` plus, for each pair, what the pair has more, as often as its number says."""
+    changes: dict[str, Any] = {}
+    for name in _OPS:
+        counts = _times(getattr(base, name))
+        total = Counter(counts)
+        for ops, further in pairs:
+            more = _times(getattr(ops, name))
+            more.subtract(counts)
+            for op, times in more.items():
+                total[op] += further * times
+        changes[name] = tuple(replace(op, times=times) for op, times in total.items() if times > 0)
+    for name in _COUNTS:
+        one = getattr(base, name)
+        changes[name] = one + sum(further * (getattr(ops, name) - one) for ops, further in pairs)
+    if base.before_wait is not None:
+        waits = [(ops.before_wait or base.before_wait, further) for ops, further in pairs]
+        changes["before_wait"] = _all_blocks(base.before_wait, waits)
+    return replace(base, **changes)
+
+
+def _times(ops: Sequence[Any]) -> Counter[Any]:
+    counts: Counter[Any] = Counter()
+    for op in ops:
+        counts[replace(op, times=1)] += op.times
+    return counts
 
 
 def _expert_parameters(model: nn.Module) -> list[nn.Parameter]:

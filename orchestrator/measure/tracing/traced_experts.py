@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import comb
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from experts.balance import moe_layers
 from experts.kernels.general import two_products
 from experts.kernels.grouped import grouped_works
 from experts.kernels.loop import row_counts
+from experts.kernels.packed_product import Matrices, PackedStack
 from experts.model import attach, place
 from experts.moe.bank import ExpertBank, SizeClass
 from experts.moe.context import MoEContext
@@ -30,6 +31,7 @@ from orchestrator.train.optim.weight_copies import copied_stacks
 
 _CPU = torch.device("cpu")
 _OFFSET_OPERATIONS = 8  # small operations of a grouped product: sums and checks of its offsets
+_UNPACKING_OPERATIONS = 12  # of one packed part
 _COUNT_BYTES = 8
 _COUNT_ALIGNMENT = 64  # counts
 NO_COPIES: Mapping[Tensor, Tensor] = {}
@@ -170,10 +172,14 @@ def _record_bank(
     of its ``_compute``."""
     dtype = rows_RD.dtype
     stacks = {role: bank.get_parameter(f"{role}_{group.hidden}") for role in bank.form.roles}
-    weights = {role: copies.get(stack, stack).to(dtype) for role, stack in stacks.items()}
+    packed = {role: bank.form.packed(role, bank.width, group.hidden) for role in bank.form.roles}
+    weights: dict[str, Matrices] = {}
+    for role, stack in stacks.items():
+        form = packed[role]
+        weights[role] = copies.get(stack, stack).to(dtype) if form is None else PackedStack(stack, form)
     fused = grouped and grouped_works(_CPU, dtype, bank.width, group.hidden)
     if (
-        not fused or len(bank.classes) > 1
+        not fused or len(bank.classes) > 1 or bank.form.packing is not None
     ):  # the host must know the rows of each expert, or of each size class
         recorder.record_wait()
     if fused:
@@ -181,7 +187,7 @@ def _record_bank(
         return _record_experts(bank, recorder, rows_RD, weights, weights_R)
     sizes = row_counts(counts_E, rows_RD.shape[0])
     # Split once, as the loop does: a slice for each expert would have a gradient as large as the whole stack.
-    slices = {role: stack.split(1) for role, stack in weights.items()}
+    slices = {role: _split(stack) for role, stack in weights.items()}
     outputs = [
         _record_experts(bank, recorder, rows, {role: own[number] for role, own in slices.items()}, scales)
         for number, (rows, scales) in enumerate(
@@ -191,15 +197,26 @@ def _record_bank(
     return torch.cat(outputs)
 
 
+def _split(stack: Matrices) -> Sequence[Matrices]:
+    """Return the matrices of each expert as a stack of one."""
+    if isinstance(stack, Tensor):
+        return stack.split(1)
+    return [PackedStack(packed, stack.form) for packed in stack.packed_EB.split(1)]
+
+
 def _record_experts(
     bank: ExpertBank,
     recorder: OpRecorder,
     rows_RD: Tensor,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Matrices],
     weights_R: Tensor,
 ) -> Tensor:
-    def product(rows_RK: Tensor, weights_EKN: Tensor) -> Tensor:
-        result: Any = _ExpertProduct.apply(rows_RK, weights_EKN, recorder)
+    def product(rows_RK: Tensor, matrices: Matrices) -> Tensor:
+        result: Any
+        if isinstance(matrices, PackedStack):
+            result = _PackedProduct.apply(rows_RK, matrices, recorder)
+        else:
+            result = _ExpertProduct.apply(rows_RK, matrices, recorder)
         return result
 
     # Biases are looked up by the expert of each row; which one it is changes nothing that is recorded.
@@ -236,3 +253,31 @@ class _ExpertProduct(torch.autograd.Function):
             torch.empty_like(weights_EKN) if weights_need_it else None,
             None,
         )
+
+
+class _PackedProduct(torch.autograd.Function):
+    """Rows times packed matrices, which are unpacked one after another in each pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RK: Tensor, stack: PackedStack, recorder: OpRecorder) -> Tensor:
+        ctx.stack = stack
+        ctx.recorder = recorder
+        _record_packed(rows_RK, stack, recorder, "nt")
+        return rows_RK.new_empty(len(rows_RK), stack.form.outer)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad_RN,) = grads
+        _record_packed(grad_RN, ctx.stack, ctx.recorder, "nn")
+        return grad_RN.new_empty(len(grad_RN), ctx.stack.form.inner), None, None
+
+
+def _record_packed(rows: Tensor, stack: PackedStack, recorder: OpRecorder, form: Literal["nn", "nt"]) -> None:
+    """Record the product, and the operations that unpack each matrix before it."""
+    experts = len(stack.packed_EB)
+    matrix = stack.form.unpack(stack.packed_EB[0], rows.dtype)
+    outer, inner = stack.form.shape
+    sizes = (inner, outer) if form == "nt" else (outer, inner)
+    recorder.record_expert_product(len(rows), experts, sizes, form, rows.dtype)
+    recorder.record_small_operations(experts * stack.form.parts * _UNPACKING_OPERATIONS)
+    del matrix

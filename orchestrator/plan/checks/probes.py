@@ -33,9 +33,8 @@ from orchestrator.plan.checks.probe_types import (
     run_python,
     verdict,
 )
-from orchestrator.plan.inventory.gpus import Gpu
+from orchestrator.plan.inventory.gpus import Gpu, gpu_processes, nvml_view
 from orchestrator.plan.inventory.hardware import Inventory, existing_folder, num_visible, ray_auth_mode
-from orchestrator.plan.inventory.nvml import gpu_processes, nvml_view
 from orchestrator.types import GIB, MIB, bytes_text
 
 MIN_PYTHON = (3, 11)

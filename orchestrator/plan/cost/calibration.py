@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.errors import UserError
 from orchestrator.plan.cost.machine import DeviceCosts, Interconnect, Machine
+from orchestrator.plan.cost.ops import MicroBatchOps
 
 VERSION = 2
 FILE = "calibration.json"
@@ -34,6 +35,11 @@ class Reference:
     sorts: int
     views: int
     tensors: int
+
+    @classmethod
+    def of(cls, name: str, ops: MicroBatchOps, measured_s: float, fitted_s: float) -> Reference:
+        counts = (ops.operations, ops.launches, ops.sorts, ops.views, ops.tensors)
+        return cls(name, measured_s, fitted_s, *counts)
 
 
 @dataclass(frozen=True)

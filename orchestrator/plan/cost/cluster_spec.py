@@ -1,17 +1,27 @@
-"""The cluster that ``--cluster`` describes: nodes, GPUs, and the network between the nodes. Pure."""
+"""The cluster that ``--cluster`` describes: nodes, GPUs, and the network between the nodes. Pure.
+
+It need not exist: the plan sees its nodes with assumed cores and memory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.errors import UserError
 from orchestrator.plan.cost.devices import KnownNode, catalogue, device_of, known_gpu, links_of
 from orchestrator.plan.cost.machine import DeviceCosts, LinkKind, Machine
+from orchestrator.plan.inventory.cluster import Cluster, Node
+from orchestrator.plan.inventory.gpus import Gpu
+from orchestrator.plan.inventory.hardware import Inventory
 
 MAX_DEVICES = 4096
+CORES_PER_GPU = 16
+RAM_PER_GPU_MEMORY = 2
+"""Assumed of a node: cores for each GPU, and RAM as a multiple of the memory of its GPUs."""
+_MULTIPROCESSORS = 100
+_USUAL_GPUS_PER_NODE = 8
 
 _KEYS = ("nodes", "gpus", "gpu", "node", "link", "net", "nics")
 _UNKNOWN_NET_GBIT = 100.0
@@ -65,7 +75,7 @@ def parse_cluster(text: str) -> ClusterSpec:
     fastest_link = "nvlink" if sheet.nvlink_gb_s else "pcie"
     gpus = _parse_count("gpus", given.get("gpus", str(node.gpus) if node else "1"))
     name = given.get("node", "").lower() or next(iter(nodes_of(gpu)), None)
-    net_gbit, nics = _network(given, catalogue().nodes.known[name] if name else None, gpus)
+    net_gbit, nics = _network(given, catalogue().nodes[name] if name else None, gpus)
     spec = ClusterSpec(
         nodes=_parse_count("nodes", given.get("nodes", "1")),
         gpus=gpus,
@@ -86,14 +96,14 @@ def parse_cluster(text: str) -> ClusterSpec:
 
 def nodes_of(gpu: str) -> Mapping[str, KnownNode]:
     """Return the known nodes with this GPU, the one that is assumed first."""
-    return {name: node for name, node in catalogue().nodes.known.items() if node.gpu == gpu}
+    return {name: node for name, node in catalogue().nodes.items() if node.gpu == gpu}
 
 
 def _given_node(given: Mapping[str, str]) -> KnownNode | None:
     """Return the node that ``node=`` names; None without it."""
     if "node" not in given:
         return None
-    known = catalogue().nodes.known
+    known = catalogue().nodes
     name = given["node"].lower()
     if name.isdecimal():
         raise UserError(f"--cluster: node={name} is a kind of node, not a number; did you mean nodes={name}?")
@@ -205,3 +215,48 @@ def machine_of(spec: ClusterSpec, measured: DeviceCosts | None = None) -> Machin
     GPU."""
     inner, outer = links_of(spec.gpu, spec.link, spec.net_gbit, spec.nics, spec.gpus)
     return Machine(measured or device_of(spec.gpu), spec.nodes, spec.gpus, inner, outer)
+
+
+def inventory_of(spec: ClusterSpec) -> Inventory:
+    """Return a node of the cluster."""
+    sheet = known_gpu(spec.gpu)
+    memory = int(sheet.memory_gb * 1e9)
+    gpus = tuple(
+        Gpu(index, sheet.names[0], memory, memory, sheet.capability, _MULTIPROCESSORS)
+        for index in range(spec.gpus)
+    )
+    ram = RAM_PER_GPU_MEMORY * memory * spec.gpus
+    return Inventory(
+        gpus=gpus,
+        cores=CORES_PER_GPU * spec.gpus,
+        ram_total=ram,
+        ram_free=ram,
+        cpu_name="assumed",
+        architecture="assumed",
+        cpu_bf16=False,
+        driver=None,
+        versions={},
+        gpu_error=None,
+        disk_free=ram,
+    )
+
+
+def cluster_of(spec: ClusterSpec) -> Cluster | None:
+    """Return the nodes of the cluster; None for one GPU, on which one process trains."""
+    if spec.devices == 1:
+        return None
+    cores = CORES_PER_GPU * spec.gpus
+    nodes = [Node(f"node {number}", cores, spec.gpus, cores) for number in range(spec.nodes)]
+    return Cluster(tuple(nodes), joined=True, described=True)
+
+
+def larger_clusters(spec: ClusterSpec) -> Iterator[ClusterSpec]:
+    """Yield clusters of the same GPUs with more of them: first on one node, then on more nodes."""
+    per_node = max(_USUAL_GPUS_PER_NODE, spec.gpus)
+    if spec.nodes == 1:
+        for gpus in range(spec.gpus + 1, per_node + 1):
+            yield replace(spec, gpus=gpus)
+    nodes = spec.nodes + 1
+    while nodes * per_node <= MAX_DEVICES:
+        yield replace(spec, nodes=nodes, gpus=per_node)
+        nodes += max(1, nodes // 8)  # coarser and coarser: a rough answer for large clusters

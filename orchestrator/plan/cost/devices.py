@@ -19,7 +19,6 @@ from orchestrator.errors import UserError
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
 from orchestrator.plan.cost.machine import DeviceCosts, Interconnect, Link, LinkKind
 from orchestrator.plan.cost.ops import MOVES
-from orchestrator.types import MIB
 
 _GRID_SIZES = tuple(float(4**power) for power in range(2, 10))  # 16 to 262,144
 _MOVED_BYTES = tuple(4.0**power for power in range(6, 16))
@@ -42,31 +41,9 @@ class GpuDataSheet:
 
 
 @dataclass(frozen=True)
-class HostCosts:
-    """Host overheads in seconds; see ``DeviceCosts``."""
-
-    about: str
-    operation_s: float
-    launch_s: float
-    sort_s: float
-    view_s: float
-    tensor_s: float
-    step_s: float
-
-
-@dataclass(frozen=True)
-class GroupedSlowdown:
-    """Time of grouped products as a multiple of one product of all rows, by rows per expert."""
-
-    rows: tuple[float, ...]
-    times: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class AchievedShares:
     """Shares of the peaks that real operations reach, and fixed costs."""
 
-    about: str
     tensor_products: float
     fp32_products: float
     memory: float
@@ -82,12 +59,13 @@ class AchievedShares:
     norm."""
     unaligned: Mapping[str, Mapping[str, float]]
     """Slowdown of unaligned products, by precision and layout."""
-    grouped: GroupedSlowdown
+    grouped: PiecewiseCurve
+    """Time of grouped products as a multiple of one product of all rows, by rows per expert."""
     sustained: float
     """Time of operations within a step as a multiple of their time alone."""
     kernel_s: float
-    host: HostCosts
-    reserved_mib: float
+    host: Mapping[str, float]
+    """Host overheads in seconds, by the names of ``DeviceCosts``."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +74,6 @@ class LinkEfficiency:
 
     share: float
     latency_s: float
-
-
-@dataclass(frozen=True)
-class LinkCatalogue:
-    """The efficiency of each kind of link."""
-
-    about: str
-    nvlink: LinkEfficiency
-    pcie: LinkEfficiency
-    network: LinkEfficiency
 
 
 @dataclass(frozen=True)
@@ -121,22 +89,17 @@ class KnownNode:
 
 
 @dataclass(frozen=True)
-class NodeCatalogue:
-    """Known nodes by name, the one that is assumed of a GPU first."""
-
-    about: str
-    known: Mapping[str, KnownNode]
-
-
-@dataclass(frozen=True)
 class Catalogue:
     """The contents of ``devices.json``."""
 
     about: str
     devices: Mapping[str, GpuDataSheet]
     achieved: AchievedShares
-    links: LinkCatalogue
-    nodes: NodeCatalogue
+    links_about: str
+    links: Mapping[str, LinkEfficiency]
+    """By the kind of link."""
+    nodes: Mapping[str, KnownNode]
+    """Known nodes by name, the one that is assumed of a GPU first."""
 
 
 @cache
@@ -178,12 +141,8 @@ def device_of(name: str) -> DeviceCosts:
     """
     sheet = known_gpu(name)
     achieved = catalogue().achieved
-    host = achieved.host
     bandwidth = sheet.bandwidth_gb_s * 1e9 * achieved.memory
     fused = sheet.capability >= _GROUPED_CAPABILITY
-    grouped = PiecewiseCurve((1.0,), (1.0,))
-    if fused:
-        grouped = PiecewiseCurve(achieved.grouped.rows, achieved.grouped.times)
     attention = {
         f"{precision} {direction}": _attention_curve(sheet, precision, direction)
         for precision in sheet.peak_tflops
@@ -195,32 +154,21 @@ def device_of(name: str) -> DeviceCosts:
         memory_bytes=sheet.memory_gb * 1e9,
         asynchronous=True,
         products={precision: {"nn": _product_grid(sheet, precision)} for precision in sheet.peak_tflops},
-        moves={kind: _move_curve(achieved, kind, bandwidth) for kind in MOVES},
+        moves={kind: _curve(achieved.kernel_s, achieved.passes.get(kind, 1.0), bandwidth) for kind in MOVES},
         attention=attention,
-        optimizer=_update_curve(achieved, bandwidth),
-        grouped=grouped,
+        optimizer=_curve(4 * achieved.kernel_s, achieved.update_bytes, bandwidth),
+        grouped=achieved.grouped if fused else PiecewiseCurve((1.0,), (1.0,)),
         unaligned={precision: achieved.unaligned[precision] for precision in sheet.peak_tflops},
-        operation_s=host.operation_s,
-        launch_s=host.launch_s,
-        sort_s=host.sort_s,
-        view_s=host.view_s,
-        tensor_s=host.tensor_s,
-        step_s=host.step_s,
         sustained=achieved.sustained,
-        reserved_bytes=achieved.reserved_mib * MIB,
+        **achieved.host,
     )
 
 
-def _move_curve(achieved: AchievedShares, kind: str, bandwidth: float) -> PiecewiseCurve:
-    passes = achieved.passes.get(kind, 1.0)
-    seconds = tuple(achieved.kernel_s + passes * size / bandwidth for size in _MOVED_BYTES)
-    return PiecewiseCurve(_MOVED_BYTES, seconds)
-
-
-def _update_curve(achieved: AchievedShares, bandwidth: float) -> PiecewiseCurve:
-    kernels_s = 4 * achieved.kernel_s
-    seconds = tuple(kernels_s + achieved.update_bytes * size / bandwidth for size in _MOVED_BYTES)
-    return PiecewiseCurve(_MOVED_BYTES, seconds)
+def _curve(overhead_s: float, multiple: float, bandwidth: float) -> PiecewiseCurve:
+    """Return the seconds of moved bytes, of which each is moved a ``multiple`` of times."""
+    return PiecewiseCurve(
+        _MOVED_BYTES, tuple(overhead_s + multiple * size / bandwidth for size in _MOVED_BYTES)
+    )
 
 
 def _product_grid(sheet: GpuDataSheet, precision: str) -> PiecewiseGrid:
@@ -241,15 +189,9 @@ def _product_grid(sheet: GpuDataSheet, precision: str) -> PiecewiseGrid:
 
 def _attention_curve(sheet: GpuDataSheet, precision: str, direction: str) -> PiecewiseCurve:
     achieved = catalogue().achieved
-    shares = {
-        "forward": achieved.attention_forward,
-        "backward": achieved.attention_backward,
-    }
+    shares = {"forward": achieved.attention_forward, "backward": achieved.attention_backward}
     if precision == "fp32":  # shares of a smaller peak
-        shares = {
-            "forward": achieved.attention_fp32_forward,
-            "backward": achieved.attention_fp32_backward,
-        }
+        shares = {"forward": achieved.attention_fp32_forward, "backward": achieved.attention_fp32_backward}
     flops_per_s = sheet.peak_tflops[precision] * 1e12 * shares[direction]
     return PiecewiseCurve((1e4, 1e12), (1e4 / flops_per_s, 1e12 / flops_per_s))
 
@@ -261,13 +203,14 @@ def links_of(
     network."""
     sheet = known_gpu(name)
     links = catalogue().links
-    within_node = links.nvlink if kind == "nvlink" else links.pcie
+    network = links["network"]
+    within_node = links[kind]
     # A data sheet counts both directions of NVLink.
     peak_gb_s = sheet.nvlink_gb_s / 2 if kind == "nvlink" else sheet.pcie_gb_s
     inner = Link(kind, within_node.latency_s, peak_gb_s * 1e9 * within_node.share)
-    node_bytes_per_s = net_gbit / 8 * 1e9 * nics * links.network.share
+    node_bytes_per_s = net_gbit / 8 * 1e9 * nics * network.share
     # A gradient crosses between nodes once per node, a part of it by each device; tokens leave
     # from each device.
-    sums = Link("network", links.network.latency_s, node_bytes_per_s)
-    exchange = Link("network", links.network.latency_s, node_bytes_per_s / per_node)
+    sums = Link("network", network.latency_s, node_bytes_per_s)
+    exchange = Link("network", network.latency_s, node_bytes_per_s / per_node)
     return Interconnect(inner, inner), Interconnect(sums, exchange)

@@ -57,8 +57,6 @@ class DeviceCosts:
     sustained: float = 1.0
     """Time of operations within a step as a multiple of their time alone: the device is hot,
     caches are shared."""
-    reserved_bytes: float = 0.0
-    """Memory of the libraries' workspaces."""
 
     @property
     def floor(self) -> float:

@@ -1,4 +1,4 @@
-"""Prediction of the time and memory of an optimizer step on devices with known costs. Pure.
+"""Prediction of the time of an optimizer step on devices with known costs. Pure.
 
 A step is the sum of its operations: each has its overhead on the host, products take their
 arithmetic at the rate of their size, all others the bytes that they move. A GPU works while the
@@ -15,12 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experts.copy_costs import held_bytes
 from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
-from orchestrator.plan.cost.op_costs import attention_seconds, move_seconds, product_seconds
-from orchestrator.plan.cost.ops import MicroBatchOps
+from orchestrator.plan.cost.ops import AttentionOp, MicroBatchOps, MoveOp, ProductOp
 from orchestrator.plan.cost.traffic import traffic_seconds
-from orchestrator.plan.estimate import MemoryEstimate, saved_gradient_bytes, weight_copy_bytes
 
 PARTS: tuple[str, ...] = (
     "compute",
@@ -48,11 +45,12 @@ _PART_TEXTS = {
 """Names of the parts for people, as shares of a step and as its limit."""
 _MIN_SHARE = 0.02
 """Parts of a step below this share are not listed."""
+_ALIGNMENT = 8  # elements; rows of other lengths begin at addresses that tensor cores read slowly
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """The predicted seconds of a step by part, its memory, and its limit."""
+    """The predicted seconds of a step by part, and its limit."""
 
     step_seconds: float
     host_seconds: float
@@ -62,7 +60,6 @@ class StepPrediction:
     ``overlap`` is negative."""
     bounds: Mapping[str, float]
     """Seconds of the step by the part that determines them, see ``_bounds``; their sum is the step."""
-    memory: MemoryEstimate
     samples: float
 
     @property
@@ -85,7 +82,7 @@ class StepPrediction:
         names = ("step_seconds", "host_seconds", "samples", "samples_per_second", "limited_by")
         values = {name: getattr(self, name) for name in names}
         bounds = dict(self.bounds)
-        return values | {"parts": dict(self.parts), "bounds": bounds, "memory": self.memory.to_json()}
+        return values | {"parts": dict(self.parts), "bounds": bounds}
 
 
 def predict(ops: MicroBatchOps, machine: Machine, parallelism: Parallelism | None = None) -> StepPrediction:
@@ -116,7 +113,6 @@ def predict(ops: MicroBatchOps, machine: Machine, parallelism: Parallelism | Non
         host_seconds=host * parallelism.crowding,
         parts=parts,
         bounds=_bounds(parts, host_bound * parallelism.crowding),
-        memory=predicted_memory(ops, device, parallelism),
         samples=float(ops.samples * rounds * parallelism.devices),
     )
 
@@ -209,33 +205,6 @@ def _compute_seconds(
     return sum(seconds) + attention, sum(expert_seconds)
 
 
-def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Parallelism) -> MemoryEstimate:
-    """Return weights, moments, and the most that is alive next to them; gradients are shown
-    separately."""
-    short_gradients = saved_gradient_bytes(ops.copied)
-    gradients = 4.0 * ops.trained - short_gradients
-    bucketed = parallelism.devices > 1 and parallelism.strategy_facts.copies_gradients
-    copies = ops.gradient_bytes if bucketed else 0.0
-    activations = max(ops.peak_bytes, gradients) - gradients
-    if parallelism.expert_replicas > 1:
-        activations = max(activations, held_bytes(ops.expert_gradient_bytes))
-    summed = 0.0
-    if parallelism.micro_batches > 1:
-        # Passes of one step are summed in fp32. All gradients are alive when a later one begins.
-        summed = short_gradients
-        activations = max(activations, ops.pass_bytes)
-    return MemoryEstimate(
-        parameters=ops.weight_bytes,
-        weight_copies=weight_copy_bytes(ops.copied),
-        gradients=gradients + summed + copies,
-        optimizer=4.0 * ops.trained * ops.moments,
-        average=4.0 * ops.trained * ops.averages,
-        activations=activations + device.reserved_bytes,
-        gate=0.0,
-        limit=device.memory_bytes,
-    )
-
-
 def _bounds(parts: Mapping[str, float], host_bound: float) -> dict[str, float]:
     """Return the seconds of a step by the part that determines them.
 
@@ -253,3 +222,57 @@ def _bounds(parts: Mapping[str, float], host_bound: float) -> dict[str, float]:
         bounds[name] = max(0.0, parts[name] - hidden)
         hidden -= parts[name] - bounds[name]
     return bounds
+
+
+# --- single operations
+
+
+def product_seconds(product: ProductOp, device: DeviceCosts, tf32: bool = False) -> float:
+    """Return the seconds of a product beyond the overhead of any operation.
+
+    The products of a group run together in one kernel, or one after another.
+    """
+    precision = "tf32" if tf32 and product.precision == "fp32" else product.precision
+    grids = device.products.get(precision) or device.products["fp32"]
+    grid = grids[product.layout] if product.layout in grids else next(iter(grids.values()))
+    m = product.m
+    k = product.k
+    n = product.n
+    if product.batch == 1:
+        slowdown = _unaligned_slowdown(product, device.unaligned.get(precision, {}))
+        return max(0.0, grid.at(m, k, n) * slowdown - device.floor)
+    if device.grouped is None or not product.of_experts:
+        # The smallest product of the grid is nearly all overhead, which ``group_s`` already
+        # counts.
+        smallest = grid.seconds[0]
+        return product.batch * (device.group_s + max(0.0, grid.at(m, k, n) - smallest))
+    # In layout tn (the gradient of the weights) the rows of each expert are the inner size.
+    if product.layout == "tn":
+        rows = k
+        one_product = grid.at(m, k * product.batch, n)
+    else:
+        rows = m
+        one_product = grid.at(m * product.batch, k, n)
+    slowdown = device.grouped.at(min(rows, device.grouped.sizes[-1]))
+    return max(0.0, one_product * slowdown - device.floor)
+
+
+def _unaligned_slowdown(product: ProductOp, unaligned: Mapping[str, float]) -> float:
+    """Return the slowdown of a product with unaligned rows: only sizes along rows of memory
+    count."""
+    row_sizes = (product.m, product.n) if product.layout == "tn" else (product.k, product.n)
+    if any(size % _ALIGNMENT for size in row_sizes):
+        return unaligned.get(product.layout, 1.0)
+    return 1.0
+
+
+def attention_seconds(attention: AttentionOp, device: DeviceCosts) -> float:
+    direction = "backward" if attention.backward else "forward"
+    curve = (
+        device.attention.get(f"{attention.precision} {direction}") or device.attention[f"fp32 {direction}"]
+    )
+    return attention.heads * curve.at(attention.flops / attention.heads / attention.times)
+
+
+def move_seconds(move: MoveOp, device: DeviceCosts) -> float:
+    return max(0.0, device.moves[move.kind].at(move.bytes) - device.floor)

@@ -8,7 +8,7 @@ by the bytes that it reads and writes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 ProductLayout = Literal["nn", "nt", "tn", "conv"]
 """Which of the two factors of a product is read transposed: neither, the second, or the first. ``conv`` is a
@@ -21,16 +21,7 @@ MoveKind = Literal["plain", "heavy", "gelu_backward", "norm", "norm_backward", "
 softmaxes. ``norm_backward``: the derivative of a norm, with sums over all rows for its weights.
 ``rows``: rows by index. ``sort``: sorting. ``reduce``: sums over rows.
 """
-MOVES: tuple[MoveKind, ...] = (
-    "plain",
-    "heavy",
-    "gelu_backward",
-    "norm",
-    "norm_backward",
-    "rows",
-    "sort",
-    "reduce",
-)
+MOVES: tuple[MoveKind, ...] = get_args(MoveKind)
 MessageKind = Literal["counts", "rows"]
 
 
@@ -131,17 +122,6 @@ class MicroBatchOps:
     """Bytes of the ``frozen_experts``."""
     tensors: int = 0
     """Parameter tensors of the optimizer."""
-    copied: int = 0
-    """Trained parameters with a kept copy in bf16. The peak has their gradients in the type of the copies."""
-    moments: float = 2.0
-    """Tensors of the optimizer's state for each trained parameter."""
-    averages: float = 0.0
-    """Averages of the weights (EMA) for each trained parameter."""
-    peak_bytes: float = 0.0
-    """Most bytes alive at once apart from parameters and optimizer state: batch, activations and
-    gradients."""
-    pass_bytes: float = 0.0
-    """The same without any gradients. In a step of several passes, all of them are alive beside it."""
     before_wait: MicroBatchOps | None = None
     """The operations up to the last time that the host waits for a value of the device; None if it
     never waits.
@@ -170,14 +150,9 @@ class MicroBatchOps:
 
     @property
     def replicated_bytes(self) -> float:
-        """Bytes of the parameters that all devices have, or shards of."""
-        expert_bytes = 4.0 * self._trained_experts + self.frozen_expert_bytes
-        return self.weight_bytes - expert_bytes
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of the parameters on this device."""
-        return 4.0 * self.trained + self.frozen_bytes
+        """Bytes of the parameters that all devices have, or gather shards of: trained ones in fp32."""
+        trained = self.trained - self._trained_experts
+        return 4.0 * trained + self.frozen_bytes - self.frozen_expert_bytes
 
     @property
     def _trained_experts(self) -> int:

@@ -4,12 +4,13 @@ strategy. Pure."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from orchestrator.plan.cost.machine import Machine, Parallelism
+from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
 from orchestrator.plan.cost.ops import MicroBatchOps
+from orchestrator.plan.estimate import MemoryEstimate, ModelFacts, ModelSharding, estimate_memory
 from orchestrator.strategies import DATA_PARALLEL, EXPERT_PARALLEL, SINGLE, StrategyFacts, StrategyName
 
 ScalingKind = Literal["weak", "strong"]
@@ -31,9 +32,22 @@ class ScalingJob:
     experts: int
     tokens_per_sample: int
     tf32: bool
+    facts: ModelFacts
+    """With the settings that take or save memory."""
+    copied_alone: int = 0
+    """Parameters of experts with a kept copy in bf16 on a device that computes alone."""
+    recompute: bool = False
     samples: int | None = None
     """Training samples, at least as many as a micro-batch and the global batch have; None if only
     reading them all would tell. Weak scaling may need more of them."""
+
+    def memory(
+        self, device: DeviceCosts, devices: int, strategy: StrategyFacts, batch: int, single_pass: bool
+    ) -> MemoryEstimate:
+        """Return the memory of a step on each of several devices, as a plan states it."""
+        facts = replace(self.facts, copied_experts=self.copied_alone if devices == 1 else 0)
+        sharding = ModelSharding(devices, "experts" if strategy.divides_experts else "none")
+        return estimate_memory(facts, batch, self.recompute, device.memory_bytes, sharding, single_pass)
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,7 @@ class ScalingRow:
     micro_batch: int
     micro_batches: int
     predicted: StepPrediction
+    memory: MemoryEstimate
     speed_up: float
 
     @property
@@ -55,7 +70,8 @@ class ScalingRow:
     def to_json(self) -> dict[str, Any]:
         names = ("kind", "strategy", "devices", "micro_batch", "micro_batches", "speed_up", "efficiency")
         values = {name: getattr(self, name) for name in names}
-        return values | self.predicted.to_json() | {"fits": self.predicted.memory.fits}
+        memory = {"memory": self.memory.to_json(), "fits": self.memory.fits}
+        return values | self.predicted.to_json() | memory
 
 
 def counts_up_to(most: int) -> list[int]:
@@ -95,6 +111,7 @@ def _rows(
             micro_batch=batch,
             micro_batches=micro_batches,
             predicted=predicted,
+            memory=job.memory(machine.device, devices, strategy, batch, micro_batches == 1),
             speed_up=predicted.samples_per_second / base_speed,
         )
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from orchestrator.plan.inventory.commit import git_commit
 from orchestrator.plan.inventory.cpu import cpu_facts, system_text, usable_cores, usable_memory
-from orchestrator.plan.inventory.gpus import Gpu, find_gpus, import_torch
-from orchestrator.plan.inventory.nvml import NvmlView, nvml_view
+from orchestrator.plan.inventory.gpus import Gpu, NvmlView, find_gpus, import_torch, nvml_view
 from orchestrator.redaction import Secrets, secrets_of
 from orchestrator.types import JSON
 

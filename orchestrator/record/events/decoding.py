@@ -5,6 +5,7 @@ without one of the fields that have no default is none at all."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
@@ -63,12 +64,15 @@ def decode(cls: type[T], content: Any) -> T | None:
     """Return a dataclass from a mapping of its fields; None if one without a default is missing."""
     if not isinstance(content, dict):
         return None
-    decoders, defaults, num_required = _schema(cls)
+    decoders, defaults, factories, num_required = _schema(cls)
     values = dict(defaults)
     for name, given in content.items():
         decoder = decoders.get(name)
         if decoder is not None and (value := decoder(given)) is not None:
             values[name] = value
+    for name, factory in factories:
+        if name not in values:
+            values[name] = factory()
     if len(values) < num_required:
         return None
     # The constructor of a frozen dataclass calls a function for each field.
@@ -77,20 +81,37 @@ def decode(cls: type[T], content: Any) -> T | None:
     return made
 
 
-def to_json(value: Any) -> dict[str, Any]:
-    """Return the fields of a decoded value: the argument ``default`` of ``json.dumps``."""
+def to_json(value: Any) -> Any:
+    """Return the fields of a value that can be decoded: the argument ``default`` of ``json.dumps``.
+
+    Fields of an event that have their default are left out: most events lack most of them."""
+    if isinstance(value, deque):
+        return list(value)
     kind = getattr(value, "EVENT", None)
-    return {"event": kind, **vars(value)} if kind else vars(value)
+    if kind is None:
+        if hasattr(value, "to_json"):
+            return value.to_json()
+        if not is_dataclass(value):
+            raise TypeError(f"{type(value).__name__} is no value of an event")
+        return vars(value)
+    defaults = _schema(type(value))[1]
+    fields_of = {name: item for name, item in vars(value).items() if item != defaults.get(name, MISSING)}
+    return {"event": kind, **fields_of}
 
 
 @cache
-def _schema(cls: type) -> tuple[dict[str, Decoder], dict[str, Any], int]:
-    """Return the decoder of each field, the defaults, and the number of all fields."""
+def _schema(
+    cls: type,
+) -> tuple[dict[str, Decoder], dict[str, Any], tuple[tuple[str, Callable[[], Any]], ...], int]:
+    """Return the decoder of each field, the defaults, the factories of others, and the number of all
+    fields."""
     hints = get_type_hints(cls, include_extras=True)
     known = fields(cls)
     defaults = {field.name: field.default for field in known if field.default is not MISSING}
-    defaults |= {field.name: {} for field in known if field.default_factory is not MISSING}
-    return {field.name: _decoder(hints[field.name]) for field in known}, defaults, len(known)
+    factories = tuple(
+        (field.name, field.default_factory) for field in known if field.default_factory is not MISSING
+    )
+    return {field.name: _decoder(hints[field.name]) for field in known}, defaults, factories, len(known)
 
 
 def _decoder(hint: Any) -> Decoder:
@@ -103,8 +124,8 @@ def _decoder(hint: Any) -> Decoder:
         return _decoder(next(each for each in arguments if each is not NoneType))
     if origin is Literal:
         return lambda value: value if isinstance(value, str) and value in arguments else None
-    if origin is tuple:
-        return _items_decoder(arguments[0])
+    if origin in (tuple, list, deque):
+        return _items_decoder(arguments[0], origin)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return partial(_values, _decoder(arguments[1]))
     if is_dataclass(hint):
@@ -115,7 +136,7 @@ def _decoder(hint: Any) -> Decoder:
     return _PLAIN[hint]
 
 
-def _items_decoder(item: Any) -> Decoder:
+def _items_decoder(item: Any, made: type = tuple) -> Decoder:
     """Return the decoder of a list. One damaged number makes it damaged; other damaged items are None if
     they may be, empty if they are lists, and else left out."""
     decoder = _decoder(item)
@@ -127,16 +148,16 @@ def _items_decoder(item: Any) -> Decoder:
     else:
         replace = _DAMAGED
 
-    def decode_items(value: Any) -> tuple[Any, ...] | None:
+    def decode_items(value: Any) -> Any:
         if not isinstance(value, list):
             return None
         # Events of the load of experts have thousands of counts.
         if decoder is measure and _are_measures(value):
-            return tuple(value)
+            return made(value)
         items = [replace if (found := decoder(each)) is None else found for each in value]
         if is_left_out:
-            return tuple(each for each in items if each is not _DAMAGED)
-        return None if _DAMAGED in items else tuple(items)
+            return made(each for each in items if each is not _DAMAGED)
+        return None if _DAMAGED in items else made(items)
 
     return decode_items
 

@@ -131,6 +131,12 @@ class PlacedLayer:
     """Once the experts are not the initial ones, like the splits (see ``ExpertChange``)."""
     splits: tuple[tuple[Measure, ...], ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a line has them: the rank alone where no expert has copies."""
+        if any(len(ranks) != 1 for ranks in self.host_of):
+            return vars(self)
+        return vars(self) | {"host_of": [rank for (rank,) in self.host_of]}
+
 
 class Placement(Event, kind="placement"):
     method: str = ""
@@ -185,6 +191,24 @@ class Exchange(StepEvent, kind="exchange"):
     """Waiting time, mean over the hosts."""
     rows: Measure | None = None
     warm_up: bool = False
+
+
+class Digest(StepEvent, kind="digest"):
+    """Digests of the weights and the optimizer's state after a step, in hexadecimal digits. Two runs with the
+    same digests have the same bits."""
+
+    weights: str = field()
+    """Of all weights, in 16 digits."""
+    state: str = ""
+    """Of the weights and the optimizer's state."""
+    slots: tuple[str, ...] = ()
+    """The tensors of a parameter: the weights ("") and the state of the optimizer."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """By parameter, 16 digits for each slot. Those of a role of a layer's experts are the sum over them."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """By the bank of a layer, 8 digits for each expert: the sum over all of its tensors."""
+    ids: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
+    """Of the experts, once they are not the initial ones."""
 
 
 class Load(StepEvent, kind="load"):
@@ -304,9 +328,11 @@ class Evaluation(StepEvent, kind="evaluate"):
     epoch: Count | None = None
     loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    bad_samples: Count | None = None
+    """Samples that ``--skip-bad`` left out, if any."""
     samples: Measure | None = None
     seconds: Measure | None = None
-    best: bool = False
+    best: bool | None = None
     """Whether it was the best so far."""
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from orchestrator.record.events.kinds import Event, ExpertChange, PlacedHost, PlacedLayer, Placement, Start
-from orchestrator.record.experts.expert_graph import recorded_sizes
+from orchestrator.record.experts.expert_changes import recorded_sizes
 from orchestrator.strategies import recorded_strategy
 
 Rows = Sequence[Mapping[int, float]]

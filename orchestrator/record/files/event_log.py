@@ -19,9 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.record.events import kinds
+from orchestrator.record.events.decoding import to_json
 from orchestrator.record.events.kinds import Event, JsonEvent, decode_event
 from orchestrator.record.files.reading import POSITION, driver_path, whole_line_bytes
 from orchestrator.redaction import Secrets, mask, mask_tree
@@ -32,8 +35,12 @@ _logger = logging.getLogger("orchestrator")
 
 MAX_HELD = 10_000
 """Events that are held back while they cannot be written. Of more, every other one of steps is dropped."""
-_FREQUENT = frozenset({"step", "phases", "exchange", "load", "monitor", "log"})
+_FREQUENT = (kinds.Step, kinds.Phases, kinds.Exchange, kinds.Load, kinds.Monitor, kinds.Logged)
 _RETRY_SECONDS = 1.0
+# ``json.dumps`` with options makes an encoder for each line.
+_ENCODER = json.JSONEncoder(default=to_json, allow_nan=False)
+_Line = tuple[str, Event]
+"""A line of the file, and its event."""
 
 
 class EventLog:
@@ -48,7 +55,7 @@ class EventLog:
         self._file = path.open("ab", buffering=0)
         self._listeners = tuple(listeners)
         self._secrets = secrets
-        self._held: list[tuple[str, JsonEvent]] = []
+        self._held: list[_Line] = []
         """Lines that are not in the file yet, with their events."""
         self._num_left_out = 0
         self._retry_s: float | None = None
@@ -59,30 +66,25 @@ class EventLog:
     @property
     def held(self) -> list[Event]:
         """The events that could not be written so far."""
-        held = [decode_event(event) for _, event in self._held]
-        return [event for event in held if event is not None]
+        return [event for _, event in self._held]
 
-    def write(self, event: str, **fields: Any) -> None:
-        self.write_all([{"event": event, "time": time.time(), **fields}])
+    def write(self, *events: Event) -> None:
+        """Write events at once, with the time of now if they have none.
 
-    def write_all(self, events: Iterable[JsonEvent]) -> None:
-        """Write several events at once: a kill in between leaves whole lines and at most one torn line."""
-        masked = [self._masked(event) for event in events]
+        A kill in between leaves whole lines and at most one torn line."""
+        now = time.time()
+        timed = [event if event.time is not None else replace(event, time=now) for event in events]
+        lines = [self._masked(event) for event in timed]
         with self._lock:
             if self._file.closed:
                 raise ValueError(f"{self._path} is closed")
-            self._held += masked
+            self._held += lines
             notes = self._write_held()
-            if self._listeners:
-                self._pass_on(event for _, event in (*masked, *notes))
+            for listener in self._listeners:
+                for _, event in (*lines, *notes):
+                    listener(event)
 
-    def _pass_on(self, written: Iterable[JsonEvent]) -> None:
-        events = [event for each in written if (event := decode_event(each)) is not None]
-        for listener in self._listeners:
-            for event in events:
-                listener(event)
-
-    def _write_held(self, at_once: bool = False) -> list[tuple[str, JsonEvent]]:
+    def _write_held(self, at_once: bool = False) -> list[_Line]:
         """Write the lines that are not in the file yet, or hold them back. Return the warnings about it."""
         if self._retry_s is not None and not at_once and time.monotonic() < self._retry_s:
             self._thin_held()
@@ -100,7 +102,7 @@ class EventLog:
         self._num_left_out = 0
         return self._warn(f"{self._path} can be written again: {num_held} events were held back{left_out}")
 
-    def _hold_back(self, error: OSError) -> list[tuple[str, JsonEvent]]:
+    def _hold_back(self, error: OSError) -> list[_Line]:
         is_first = self._retry_s is None
         self._retry_s = time.monotonic() + _RETRY_SECONDS
         self._thin_held()
@@ -111,7 +113,7 @@ class EventLog:
         self._held.append(warning)
         return [warning]
 
-    def _warn(self, message: str) -> list[tuple[str, JsonEvent]]:
+    def _warn(self, message: str) -> list[_Line]:
         """Write a warning, and return it for the listeners."""
         warning = self._masked(_warning(message))
         self._held.append(warning)
@@ -134,10 +136,10 @@ class EventLog:
         """Drop every other event of steps when there are too many: the memory is needed for training."""
         if len(self._held) <= MAX_HELD:
             return
-        kept: list[tuple[str, JsonEvent]] = []
+        kept: list[_Line] = []
         is_dropped = True
         for entry in self._held:
-            if entry[1]["event"] in _FREQUENT:
+            if isinstance(entry[1], _FREQUENT):
                 is_dropped = not is_dropped
                 if is_dropped:
                     continue
@@ -145,20 +147,26 @@ class EventLog:
         self._num_left_out += len(self._held) - len(kept)
         self._held = kept
 
-    def _masked(self, event: JsonEvent) -> tuple[str, JsonEvent]:
+    def _masked(self, event: Event) -> _Line:
         """Return an event's line and the event itself, both without secrets."""
         # Few events hold a secret. One search over the line is cheaper than a walk through every
         # event.
-        line = encode_event(event)
+        line = encode_event(self._content(event))
         if mask(line, self._secrets) == line:
             return line, event
         # Names of events and fields are ours and are read back, so they stay, even if a secret is
         # part of one. Names of metrics come from the task and are masked.
+        fields = json.loads(line)
         clean = {
-            name: mask_tree(value, self._secrets, keys=name == "metrics") for name, value in event.items()
+            name: mask_tree(value, self._secrets, keys=name == "metrics") for name, value in fields.items()
         }
-        clean["event"] = event["event"]
-        return encode_event(clean), clean
+        clean["event"] = fields["event"]
+        # Without a field that makes it, the event does not reach the listeners.
+        return json.dumps(clean), decode_event(clean) or kinds.LeftOut(time=event.time)
+
+    def _content(self, event: Event) -> Event | JsonEvent:
+        """Return what the line of an event has."""
+        return event
 
     def close(self) -> None:
         """Write what is held back, and close. ``held`` has what could not be written."""
@@ -185,9 +193,8 @@ class DriverLog(EventLog):
         super().__init__(driver_path(path), listeners, secrets=secrets)
         self._workers_path = path
 
-    def write_all(self, events: Iterable[JsonEvent]) -> None:
-        position = whole_line_bytes(self._workers_path)
-        super().write_all([{**event, POSITION: position} for event in events])
+    def _content(self, event: Event) -> Event | JsonEvent:
+        return {**to_json(event), POSITION: whole_line_bytes(self._workers_path)}
 
 
 def cannot_write(path: Path, error: OSError) -> str:
@@ -195,16 +202,18 @@ def cannot_write(path: Path, error: OSError) -> str:
     return f"cannot write {path}: {error.strerror or error}; make room there, or lift the quota"
 
 
-def _warning(message: str) -> JsonEvent:
-    return {"event": "warning", "time": time.time(), "kind": "record", "message": message}
+def _warning(message: str) -> Event:
+    return kinds.Warned(time=time.time(), kind="record", message=message)
 
 
-def encode_event(event: Mapping[str, Any]) -> str:
-    """Return an event as one line of JSON; numbers that JSON lacks (nan, inf) become text."""
+def encode_event(content: Any) -> str:
+    """Return an event, or any tree of such values, as one line of JSON.
+
+    Numbers that JSON lacks (nan, inf) become text."""
     try:
-        return json.dumps(event, allow_nan=False)
+        return _ENCODER.encode(content)
     except ValueError:
-        return json.dumps(without_nan(event), allow_nan=False)
+        return json.dumps(without_nan(json.loads(json.dumps(content, default=to_json))))
 
 
 def without_nan(value: Any) -> Any:

@@ -23,16 +23,16 @@ from __future__ import annotations
 
 import fcntl
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from orchestrator.config.metric import Criterion
 from orchestrator.config.sweep.objective import THROUGHPUT, VALIDATION_LOSS, read_objective
 from orchestrator.errors import UserError
-from orchestrator.record.events.kinds import JsonEvent
+from orchestrator.record.events.decoding import Count, Finite, Measure, decode, finite
+from orchestrator.record.events.kinds import Event, JsonEvent
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.redaction import Secrets
@@ -46,40 +46,44 @@ SETTINGS_NOT_KEPT = frozenset({"resume", "run_dir", "name", "ray_address", "reso
 _REQUIRED = ("trial", "point", "status", "reason", "seconds")
 
 
+def _status(value: Any) -> str | None:
+    return value if isinstance(value, str) and value in STATUSES else None
+
+
 @dataclass(frozen=True)
 class TrialRow:
     """One trial of a sweep. Fields that were not measured are None or empty."""
 
-    trial: int
+    trial: Count
     point: Mapping[str, Any]
-    status: str
+    status: Annotated[str, _status]
     reason: str = ""
-    seconds: float = 0.0
-    start_seconds: float | None = None
+    seconds: Measure = 0.0
+    start_seconds: Measure | None = None
     """The part of ``seconds`` that the trial spent outside its steps."""
-    retries: int | None = None
+    retries: Count | None = None
     """Times that the trial was tried again, since one of its processes was lost."""
-    workers: int | None = None
+    workers: Count | None = None
     device: str | None = None
     strategy: str | None = None
     precision: str | None = None
-    batch_size: int | None = None
-    accumulation_steps: int | None = None
-    global_batch_size: int | None = None
+    batch_size: Count | None = None
+    accumulation_steps: Count | None = None
+    global_batch_size: Count | None = None
     compile: bool | None = None
-    samples_per_second: float | None = None
-    interval: float | None = None
+    samples_per_second: Measure | None = None
+    interval: Measure | None = None
     """Half the width of the throughput's 95 % confidence interval, as a fraction of the throughput."""
-    units_per_second: float | None = None
+    units_per_second: Measure | None = None
     unit: str | None = None
-    step_seconds: float | None = None
-    steps: int | None = None
-    peak_memory_bytes: int | None = None
-    phases: Mapping[str, float] = field(default_factory=dict)
+    step_seconds: Measure | None = None
+    steps: Count | None = None
+    peak_memory_bytes: Count | None = None
+    phases: Mapping[str, Measure] = field(default_factory=dict)
     """Seconds per step of data, forward, backward, optimizer and, on several workers, communication."""
-    train_loss: float | None = None
-    validation_loss: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    train_loss: Finite | None = None
+    validation_loss: Finite | None = None
+    metrics: Mapping[str, Finite] = field(default_factory=dict)
     """Validation metrics of the task, by name."""
 
     @property
@@ -95,10 +99,9 @@ class TrialRow:
         """Return the figure that the objective names; None if it was not measured, or is not finite."""
         if objective == THROUGHPUT:
             return self.samples_per_second if self.measured else None
-        value: Any = self.validation_loss
-        if objective != VALIDATION_LOSS:
-            value = self.metrics.get(read_objective(objective).name)
-        return float(value) if _has_type(value, "float") else None
+        if objective == VALIDATION_LOSS:
+            return finite(self.validation_loss)
+        return finite(self.metrics.get(read_objective(objective).name))
 
 
 def rank_trials(rows: Iterable[TrialRow], objective: str) -> list[TrialRow]:
@@ -201,35 +204,20 @@ def holds_sweep(folder: Path) -> bool:
 
 
 def parse_trial(event: JsonEvent) -> TrialRow | None:
-    """Return the trial of an event; None if it is none.
-
-    Unknown fields and values of the wrong type are left out: a damaged figure is no figure.
-    """
-    is_trial = _has_type(event.get("trial"), "int") and isinstance(event.get("point"), dict)
-    if not is_trial or event.get("status") not in STATUSES:
-        return None
-    types = {field.name: str(field.type) for field in fields(TrialRow)}
-    known = {name: value for name, value in event.items() if name in types and _has_type(value, types[name])}
-    return TrialRow(**known)
+    """Return the trial of an event; None if it is none. A damaged figure is no figure."""
+    return decode(TrialRow, event)
 
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "bool": (bool,),
-    "Mapping[": (dict,),
-}
+class _Line(Event):
+    """A line of a ledger, whose readers need no class for it."""
+
+    content: JsonEvent = field()
 
 
-def _has_type(value: Any, declared: str) -> bool:
-    """Return whether a value fits a field's declared type, such as ``int | None``."""
-    types = next(types for prefix, types in _TYPES.items() if declared.startswith(prefix))
-    if isinstance(value, bool):
-        return bool in types
-    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
-        return False  # infinite, nan, or an integer past the floats
-    return isinstance(value, types)
+class _LedgerLog(EventLog):
+    def _content(self, event: Event) -> JsonEvent:
+        assert isinstance(event, _Line)
+        return event.content | {"time": event.time}
 
 
 class Ledger:
@@ -243,10 +231,10 @@ class Ledger:
             raise UserError(
                 f"another process is running the sweep in {folder}; wait for it, or end it first"
             ) from None
-        self._log = EventLog(folder / LEDGER, secrets=secrets)
+        self._log = _LedgerLog(folder / LEDGER, secrets=secrets)
 
     def begin(self, header: Mapping[str, Any]) -> None:
-        self._log.write("sweep", **header)
+        self._log.write(_Line(content={"event": "sweep", **header}))
 
     def add(self, row: TrialRow) -> None:
         values = {field.name: getattr(row, field.name) for field in fields(TrialRow)}
@@ -256,7 +244,7 @@ class Ledger:
         written = {
             name: value for name, value in values.items() if name in _REQUIRED or value not in (None, {})
         }
-        self._log.write("trial", **written)
+        self._log.write(_Line(content={"event": "trial", **written}))
 
     def close(self) -> None:
         self._log.close()

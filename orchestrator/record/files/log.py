@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-from orchestrator.record.events.kinds import JsonEvent
+from orchestrator.record.events.kinds import Event
 
-Emit = Callable[..., None]
-"""Writes an event: its kind, then its fields as keywords."""
+Emit = Callable[[Event], None]
+
+
+def ignore_event(_: Event) -> None:
+    """Drop the events of a part of a run that is not recorded."""
 
 
 class Log(Protocol):
     """Receiver of a worker's events."""
 
-    def write(self, event: str, **fields: Any) -> None: ...
-
-    def write_all(self, events: Iterable[JsonEvent]) -> None: ...
+    def write(self, *events: Event) -> None: ...
 
     def close(self) -> None: ...
 
@@ -24,10 +25,7 @@ class Log(Protocol):
 class SilentLog:
     """Log of a worker that is not the main one: all workers have the same events, and one writes them."""
 
-    def write(self, event: str, **fields: Any) -> None:
-        pass
-
-    def write_all(self, events: Iterable[JsonEvent]) -> None:
+    def write(self, *events: Event) -> None:
         pass
 
     def close(self) -> None:

@@ -14,9 +14,6 @@ from typing import Any
 
 from orchestrator.record.events.kinds import JsonEvent
 
-PositionedEvent = tuple[int, JsonEvent]
-"""An event, and the byte of its file at which its line begins."""
-
 _MAX_DEPTH = 32
 _TAIL_BYTES = 2**20
 POSITION = "worker_bytes"
@@ -66,13 +63,26 @@ def merged_lines(path: Path, begin: Extent = START, end: Extent | None = None) -
     driver_end = end.driver if end is not None else None
     driver_lines = read_lines(driver_path(path), begin.driver, driver_end)
     waiting = deque(event for line in driver_lines if (event := parse_event(line)) is not None)
-    position = begin.workers
-    for line in read_lines(path, begin.workers, end.workers if end is not None else None):
-        while waiting and driver_position(waiting[0]) <= position:
-            yield _without_position(waiting.popleft())
+    lines = read_lines(path, begin.workers, end.workers if end is not None else None)
+    yield from merge_lines(lines, begin.workers, waiting)
+    yield from map(without_position, waiting)
+
+
+def merge_lines(lines: Iterable[bytes], begin: int, waiting: deque[JsonEvent]) -> Iterator[bytes | JsonEvent]:
+    """Yield lines of the workers from the byte ``begin`` on, and the driver's events that follow them.
+
+    Takes these events from ``waiting``: the others follow later lines."""
+    position = begin
+    for line in lines:
+        yield from _due(waiting, position)
         yield line
         position += len(line)
-    yield from map(_without_position, waiting)
+    yield from _due(waiting, position)
+
+
+def _due(waiting: deque[JsonEvent], position: int) -> Iterator[JsonEvent]:
+    while waiting and driver_position(waiting[0]) <= position:
+        yield without_position(waiting.popleft())
 
 
 def read_lines(path: Path, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
@@ -88,34 +98,7 @@ def read_lines(path: Path, begin: int = 0, end: int | None = None) -> Iterator[b
             begin += len(line)
 
 
-def parse_lines(lines: Iterable[bytes], begin: int) -> list[PositionedEvent]:
-    """Return the events of lines, which follow each other in a file from the byte ``begin`` on."""
-    events: list[PositionedEvent] = []
-    for line in lines:
-        event = parse_event(line)
-        if event is not None:
-            events.append((begin, event))
-        begin += len(line)
-    return events
-
-
-def merge_events(
-    worker_events: Iterable[PositionedEvent], driver_events: Iterable[JsonEvent]
-) -> list[JsonEvent]:
-    """Return all events in one order, which is that of each writer.
-
-    An event of the driver follows the lines that the workers had written by then."""
-    merged: list[JsonEvent] = []
-    remaining = deque(worker_events)
-    for event in driver_events:
-        position = driver_position(event)
-        while remaining and remaining[0][0] < position:
-            merged.append(remaining.popleft()[1])
-        merged.append(_without_position(event))
-    return merged + [event for _, event in remaining]
-
-
-def _without_position(event: JsonEvent) -> JsonEvent:
+def without_position(event: JsonEvent) -> JsonEvent:
     return {name: value for name, value in event.items() if name != POSITION}
 
 

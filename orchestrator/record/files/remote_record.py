@@ -18,7 +18,7 @@ from orchestrator.storage.folder import RemoteFolder, is_safe_name, open_folder
 
 EVENTS = "events.jsonl"
 _NEEDED = re.compile(
-    r"events(\.driver)?\.jsonl|config(\.\d{3})?\.yaml|(plan|summary)\.json"
+    r"events(\.driver)?\.jsonl|config(\.\d{3})?\.yaml|(plan|summary|manifest)\.json"
     r"|hf/(\w[\w.-]*\.(json|txt|model|jinja|tiktoken)|LICENSE(\.(md|txt))?)",
     re.ASCII,
 )

@@ -216,15 +216,11 @@ class Monitor:
                 "error": self._error,
             }
 
-    def event_fields(self) -> dict[str, Any]:
-        """Return ``host`` and ``devices`` of a monitor event: the latest sample, or a new one
-        without a thread."""
+    def newest(self) -> Sample:
+        """Return the latest sample, or a new one without a thread; an empty one if none can be taken."""
         if self._thread is None or self._latest is None:
             self._try_record()
-        sample = self._latest
-        if sample is None:
-            return {"host": {}, "devices": []}
-        return {"host": asdict(sample.host), "devices": [asdict(device) for device in sample.devices]}
+        return self._latest or Sample(time.time(), HostSample())
 
     def _sample_until(self, stop: threading.Event) -> None:
         self._try_record()

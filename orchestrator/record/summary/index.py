@@ -10,13 +10,12 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.record.events.decoding import to_json
+from orchestrator.record.events.decoding import decode, to_json
 from orchestrator.record.events.effective import MARKERS
 from orchestrator.record.events.kinds import Checkpoint, Event, JsonEvent, Step, decode_event
 from orchestrator.record.files.reading import (
@@ -30,13 +29,14 @@ from orchestrator.record.files.reading import (
     read_lines,
 )
 from orchestrator.record.summary.fold import RunFold
+from orchestrator.storage.local_files import write_whole
 
 FOLDER = "events_index"
 SAVE_BYTES = 2**22
 """Bytes of the record between two saved folds: about 13,000 events, which are read in 0.2 s."""
 MAX_UNSAVED_BYTES = 8 * SAVE_BYTES
 """Bytes from which on a fold is saved without a checkpoint."""
-_FORMAT = 2
+_FORMAT = 3
 _MAX_FILE_BYTES = 2**28
 _CHECKED_BYTES = 4096
 _FILE_NAME = re.compile(r"\d{15}\.json", re.ASCII)
@@ -200,17 +200,11 @@ def _write(path: Path, fold: RunFold) -> None:
     if folder.is_symlink():
         raise OSError(f"{folder} is a link")
     folder.mkdir(exist_ok=True)
-    content = {"format": _FORMAT, "checked": _last_bytes(path, fold.extent), "fold": fold.to_json()}
+    content = {"format": _FORMAT, "checked": _last_bytes(path, fold.extent), "fold": fold}
     data = json.dumps(content, default=to_json).encode()
-    partial = folder / f".{os.getpid()}.writing"
-    partial.unlink(missing_ok=True)
-    try:
-        # Mode "x" never writes through a link that someone placed under this name.
-        with partial.open("xb") as file:
-            file.write(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
-        os.replace(partial, folder / f"{fold.extent.workers:015d}.json")
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(
+        folder / f"{fold.extent.workers:015d}.json", hashlib.sha256(data).hexdigest().encode() + b"\n" + data
+    )
     _remove_needless(path)
 
 
@@ -239,8 +233,9 @@ def _read(path: Path, file: Path) -> RunFold | None:
         content = json.loads(data)
         if content["format"] != _FORMAT or not is_shallow(content):
             return None
-        fold = RunFold.from_json(content["fold"])
-        return fold if content["checked"] == _last_bytes(path, fold.extent) else None
+        fold = decode(RunFold, content["fold"])
+        is_of_record = fold is not None and content["checked"] == _last_bytes(path, fold.extent)
+        return fold if is_of_record else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from orchestrator.record.events.kinds import Exchange, Phases, Step
 
@@ -59,49 +59,49 @@ def speed_of(steps: Iterable[Step]) -> Speed | None:
     return sums.speed()
 
 
-class SpeedSums:
-    """The speed of a run, step by step."""
-
-    def __init__(self) -> None:
-        self._warm_up = _Sums()
-        self._settled = _Sums()
-
-    def add(self, step: Step) -> None:
-        if step.seconds:
-            sums = self._warm_up if step.warm_up else self._settled
-            sums.add(step.seconds, step.samples or 0.0, step.units or 0.0)
-
-    def speed(self) -> Speed | None:
-        """Return the speed after the warm-up, or of the warm-up if there are no other steps."""
-        counted = self._settled if self._settled.num_steps else self._warm_up
-        if not counted.num_steps:
-            return None
-        return Speed(
-            samples=counted.samples / counted.seconds,
-            units=(counted.units or counted.samples) / counted.seconds,
-            median_step_s=counted.times.median(),
-            mean_step_s=counted.seconds / counted.num_steps,
-            num_steps=counted.num_steps,
-            num_warm_up=self._warm_up.num_steps if counted is self._settled else 0,
-        )
-
-    def to_json(self) -> list[Any]:
-        return [self._warm_up.to_json(), self._settled.to_json()]
-
-    def load(self, content: Sequence[Any]) -> None:
-        """Continue from what ``to_json`` returned."""
-        warm_up, settled = content
-        self._warm_up.load(warm_up)
-        self._settled.load(settled)
+def _times(value: Any) -> dict[float, int]:
+    """Return how often each time occurred: JSON has its numbers as text."""
+    return {float(seconds): int(count) for seconds, count in value.items()}
 
 
+@dataclass
+class _Times:
+    """How often each time occurred. Many different ones are rounded to four digits: their number is bounded,
+    and the median is exact to 0.05 %."""
+
+    counts: Annotated[dict[float, int], _times] = field(default_factory=dict)
+    is_rounded: bool = False
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        key = _rounded(seconds) if self.is_rounded else seconds
+        self.counts[key] = self.counts.get(key, 0) + count
+        if not self.is_rounded and len(self.counts) > MAX_EXACT_TIMES:
+            exact = self.counts
+            self.counts = {}
+            self.is_rounded = True
+            for value, number in exact.items():
+                self.add(value, number)
+
+    def median(self) -> float:
+        ordered = sorted(self.counts.items())
+        positions = list(accumulate(count for _, count in ordered))
+        middle = positions[-1] / 2
+        low = ordered[bisect_left(positions, middle)][0]
+        high = ordered[bisect_right(positions, middle)][0]
+        return (low + high) / 2
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
+@dataclass
 class _Sums:
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.seconds = 0.0
-        self.samples = 0.0
-        self.units = 0.0
-        self.times = _Times()
+    num_steps: int = 0
+    seconds: float = 0.0
+    samples: float = 0.0
+    units: float = 0.0
+    times: _Times = field(default_factory=_Times)
 
     def add(self, seconds: float, samples: float, units: float) -> None:
         self.num_steps += 1
@@ -110,52 +110,29 @@ class _Sums:
         self.units += units
         self.times.add(seconds)
 
-    def to_json(self) -> list[Any]:
-        return [self.num_steps, self.seconds, self.samples, self.units, self.times.to_json()]
 
-    def load(self, content: Sequence[Any]) -> None:
-        num_steps, seconds, samples, units, times = content
-        self.num_steps = int(num_steps)
-        self.seconds = float(seconds)
-        self.samples = float(samples)
-        self.units = float(units)
-        self.times.load(times)
+@dataclass
+class SpeedSums:
+    """The speed of a run, step by step."""
 
+    warm_up: _Sums = field(default_factory=_Sums)
+    settled: _Sums = field(default_factory=_Sums)
 
-class _Times:
-    """How often each time occurred. Many different ones are rounded to four digits: their number is bounded,
-    and the median is exact to 0.05 %."""
+    def add(self, step: Step) -> None:
+        if step.seconds:
+            sums = self.warm_up if step.warm_up else self.settled
+            sums.add(step.seconds, step.samples or 0.0, step.units or 0.0)
 
-    def __init__(self) -> None:
-        self._counts: dict[float, int] = {}
-        self._is_rounded = False
-
-    def add(self, seconds: float, count: int = 1) -> None:
-        key = _rounded(seconds) if self._is_rounded else seconds
-        self._counts[key] = self._counts.get(key, 0) + count
-        if not self._is_rounded and len(self._counts) > MAX_EXACT_TIMES:
-            exact = self._counts
-            self._counts = {}
-            self._is_rounded = True
-            for value, number in exact.items():
-                self.add(value, number)
-
-    def median(self) -> float:
-        ordered = sorted(self._counts.items())
-        positions = list(accumulate(count for _, count in ordered))
-        middle = positions[-1] / 2
-        low = ordered[bisect_left(positions, middle)][0]
-        high = ordered[bisect_right(positions, middle)][0]
-        return (low + high) / 2
-
-    def to_json(self) -> list[Any]:
-        return [self._is_rounded, list(self._counts.items())]
-
-    def load(self, content: Sequence[Any]) -> None:
-        is_rounded, counts = content
-        self._is_rounded = bool(is_rounded)
-        self._counts = {float(seconds): int(count) for seconds, count in counts}
-
-
-def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.4g}")
+    def speed(self) -> Speed | None:
+        """Return the speed after the warm-up, or of the warm-up if there are no other steps."""
+        counted = self.settled if self.settled.num_steps else self.warm_up
+        if not counted.num_steps:
+            return None
+        return Speed(
+            samples=counted.samples / counted.seconds,
+            units=(counted.units or counted.samples) / counted.seconds,
+            median_step_s=counted.times.median(),
+            mean_step_s=counted.seconds / counted.num_steps,
+            num_steps=counted.num_steps,
+            num_warm_up=self.warm_up.num_steps if counted is self.settled else 0,
+        )

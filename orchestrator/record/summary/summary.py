@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from orchestrator.record.files.event_log import without_nan
 from orchestrator.record.summary.fold import RunFold, fold_events
 from orchestrator.record.summary.speed import after_warm_up
 from orchestrator.record.summary.totals import Totals
+from orchestrator.storage.local_files import write_whole
 
 
 def summarise(recorded: Iterable[Event]) -> dict[str, Any]:
@@ -162,10 +162,4 @@ def _seconds(session: Sequence[Event]) -> float:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file as a whole or not at all: to a temporary name, then renamed."""
-    partial = path.with_name(f".{path.name}.writing")
-    partial.unlink(missing_ok=True)
-    # Mode "x" never writes through a link that someone placed under this name.
-    with partial.open("x", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, default=str)
-    os.replace(partial, path)
+    write_whole(path, json.dumps(content, indent=2, default=str))

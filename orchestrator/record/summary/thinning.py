@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
 
 from orchestrator.record.events.kinds import Evaluation, Event, Exchange, Monitor, Phases, decode_event
 
-Entry = tuple[int, Event]
+
+def _entry(content: Any) -> tuple[int, Event]:
+    """Return an entry that was read from JSON."""
+    number, fields = content
+    event = decode_event(fields)
+    if event is None:
+        raise ValueError(f"{fields!r} is not an event")
+    return int(number), event
+
+
+Entry = Annotated[tuple[int, Event], _entry]
 """An event, and its number in the record."""
 Measure = Callable[[Event], float | None]
 """Returns a figure of an event. The event with the largest figure of a group is kept."""
@@ -24,68 +34,55 @@ MAX_GROUPS = 1024
 _MAX_OPEN = 64
 
 
+@dataclass
 class ThinnedEvents:
     """All events of a short run. Of a long one the newest, and a few of each group of earlier ones.
 
     Groups are equally long. When there are too many, neighbours are joined. So the kept events depend on the
     events alone, in one pass over them."""
 
-    def __init__(self, reduce: Reduce) -> None:
-        self._reduce = reduce
-        self._groups: list[list[Entry]] = []
-        self._length = 1
-        """Events of each group."""
-        self._open: list[Entry] = []
-        """The group that is not complete."""
-        self._num_open = 0
-        self._recent: deque[Entry] = deque()
+    groups: list[list[Entry]] = field(default_factory=list)
+    length: int = 1
+    """Events of each group."""
+    open: list[Entry] = field(default_factory=list)
+    """The group that is not complete."""
+    num_open: int = 0
+    recent: deque[Entry] = field(default_factory=deque)
 
-    def add(self, entry: Entry) -> None:
-        self._recent.append(entry)
-        if len(self._recent) <= NUM_RECENT:
+    def add(self, entry: Entry, reduce: Reduce) -> None:
+        self.recent.append(entry)
+        if len(self.recent) <= NUM_RECENT:
             return
-        self._open.append(self._recent.popleft())
-        self._num_open += 1
-        if self._num_open == self._length:
-            self._groups.append(self._reduce(self._open))
-            self._open = []
-            self._num_open = 0
-        elif len(self._open) > _MAX_OPEN:
-            self._open = self._reduce(self._open)
-        if len(self._groups) == MAX_GROUPS:
-            pairs = zip(self._groups[::2], self._groups[1::2], strict=True)
-            self._groups = [self._reduce([*first, *second]) for first, second in pairs]
-            self._length *= 2
+        self.open.append(self.recent.popleft())
+        self.num_open += 1
+        if self.num_open == self.length:
+            self.groups.append(reduce(self.open))
+            self.open = []
+            self.num_open = 0
+        elif len(self.open) > _MAX_OPEN:
+            self.open = reduce(self.open)
+        if len(self.groups) == MAX_GROUPS:
+            pairs = zip(self.groups[::2], self.groups[1::2], strict=True)
+            self.groups = [reduce([*first, *second]) for first, second in pairs]
+            self.length *= 2
+
+    def cut(self, step: int, newest: int) -> None:
+        """Drop the events past a step, which are repeated, except the event with the number ``newest``."""
+
+        def kept(entries: Iterable[Entry]) -> list[Entry]:
+            return [entry for entry in entries if (entry[1].step or 0) <= step or entry[0] == newest]
+
+        self.groups = [group for group in map(kept, self.groups) if group]
+        self.open = kept(self.open)
+        self.recent = deque(kept(self.recent))
+
+    def sample(self) -> list[Entry]:
+        """Return the last event of each group, and all newer ones."""
+        return [*(group[-1] for group in self.groups), *self.open, *self.recent]
 
     def entries(self) -> list[Entry]:
         """Return the kept events in order."""
-        return [*(entry for group in self._groups for entry in group), *self._open, *self._recent]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "groups": self._groups,
-            "length": self._length,
-            "open": self._open,
-            "num_open": self._num_open,
-            "recent": list(self._recent),
-        }
-
-    def load(self, content: Mapping[str, Any]) -> None:
-        """Continue from what ``to_json`` returned."""
-        self._groups = [list(map(entry_of, group)) for group in content["groups"]]
-        self._length = int(content["length"])
-        self._open = list(map(entry_of, content["open"]))
-        self._num_open = int(content["num_open"])
-        self._recent = deque(map(entry_of, content["recent"]))
-
-
-def entry_of(content: Sequence[Any]) -> Entry:
-    """Return an entry that was read from JSON."""
-    number, fields = content
-    event = decode_event(fields)
-    if event is None:
-        raise ValueError(f"{fields!r} is not an event")
-    return int(number), event
+        return [*(entry for group in self.groups for entry in group), *self.open, *self.recent]
 
 
 def last_only(entries: Sequence[Entry]) -> list[Entry]:

@@ -3,59 +3,82 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from orchestrator.record.events import kinds
-from orchestrator.record.events.kinds import Event
-from orchestrator.record.summary.peak_memory import PeakSums
+from orchestrator.record.events.kinds import Event, Memory
 from orchestrator.record.summary.speed import SpeedSums
+from orchestrator.types import MEMORY_PARTS
 
 NUM_FIRST = 5
 """Steps at the beginning whose losses are kept."""
 
 
+@dataclass
+class PeakSums:
+    """The largest peak of memory in the events of epochs and ends, one by one."""
+
+    largest: Memory | None = None
+    reserved: float | None = None
+
+    def add(self, memory: Memory | None) -> None:
+        if memory is None:
+            return
+        if self.largest is None or memory.allocated > self.largest.allocated:
+            self.largest = memory
+        if memory.reserved is not None:
+            self.reserved = max(memory.reserved, self.reserved or 0.0)
+
+    def peak(self) -> Memory | None:
+        """Return the largest peak, with the most that was reserved; None if nothing was measured."""
+        if self.largest is None:
+            return None
+        parts = self.largest.parts
+        known = {name: parts[name] for name in MEMORY_PARTS if name in parts}
+        return replace(self.largest, reserved=self.reserved, parts=known)
+
+
+@dataclass
 class Totals:
     """Counts and sums, event by event. *Recorded* are all events, those too that a restart has discarded."""
 
-    def __init__(self) -> None:
-        self.num_starts = 0
-        self.num_steps = 0
-        """Steps that count, each once."""
-        self.step_seconds = 0.0
-        self.num_recorded_steps = 0
-        self.recorded_step_seconds = 0.0
-        self.num_non_finite = 0
-        """Steps that count whose loss is not a finite number."""
-        self.first_non_finite: int | None = None
-        self.first_losses: list[float] = []
-        """Finite losses of the first steps that count: a long record leaves some of these steps out."""
-        self.bad_samples = 0
-        self.num_evaluations = 0
-        """Recorded, as those below."""
-        self.evaluation_seconds = 0.0
-        self.num_checkpoints = 0
-        self.checkpoint_seconds = 0.0
-        self.num_stalls = 0
-        """Checkpoints that say how long they blocked the training."""
-        self.stall_seconds = 0.0
-        self.expert_changes: dict[str, int] = {}
-        """Recorded changes of experts by kind."""
-        self.speed = SpeedSums()
-        self.peak = PeakSums()
-        self._epochs: list[list[int]] = []
-        """Ranges of the epochs that count: first and last."""
-        self._uploads: list[int] = []
-        """Steps of the checkpoints in the remote folder."""
+    num_starts: int = 0
+    num_steps: int = 0
+    """Steps that count, each once."""
+    step_seconds: float = 0.0
+    num_recorded_steps: int = 0
+    recorded_step_seconds: float = 0.0
+    num_non_finite: int = 0
+    """Steps that count whose loss is not a finite number."""
+    first_non_finite: int | None = None
+    first_losses: list[float] = field(default_factory=list)
+    """Finite losses of the first steps that count: a long record leaves some of these steps out."""
+    bad_samples: int = 0
+    num_evaluations: int = 0
+    """Recorded, as those below."""
+    evaluation_seconds: float = 0.0
+    num_checkpoints: int = 0
+    checkpoint_seconds: float = 0.0
+    num_stalls: int = 0
+    """Checkpoints that say how long they blocked the training."""
+    stall_seconds: float = 0.0
+    expert_changes: dict[str, int] = field(default_factory=dict)
+    """Recorded changes of experts by kind."""
+    speed: SpeedSums = field(default_factory=SpeedSums)
+    peak: PeakSums = field(default_factory=PeakSums)
+    epochs: list[list[int]] = field(default_factory=list)
+    """Ranges of the epochs that count: first and last."""
+    uploads: list[int] = field(default_factory=list)
+    """Steps of the checkpoints in the remote folder."""
 
     @property
     def num_epochs(self) -> int:
-        return sum(last - first + 1 for first, last in self._epochs)
+        return sum(last - first + 1 for first, last in self.epochs)
 
     @property
     def uploaded_step(self) -> int | None:
         """The newest checkpoint in the remote folder. The best one may be uploaded after a newer one."""
-        return max(self._uploads, default=None)
+        return max(self.uploads, default=None)
 
     def add(self, event: Event, counts: bool) -> None:
         """Take an event. ``counts`` says whether no restart discards it."""
@@ -65,14 +88,14 @@ class Totals:
             case kinds.Start():
                 self.num_starts += 1
                 # A start abandons the checkpoints after its step.
-                self._uploads = [step for step in self._uploads if step <= (event.step or 0)]
+                self.uploads = [step for step in self.uploads if step <= (event.step or 0)]
             case kinds.Evaluation():
                 self.num_evaluations += 1
                 self.evaluation_seconds += event.seconds or 0.0
             case kinds.Checkpoint():
                 self._checkpoint(event)
             case kinds.Upload():
-                self._uploads.append(event.step)
+                self.uploads.append(event.step)
             case kinds.Epoch():
                 self.peak.add(event.memory)
                 if counts:
@@ -113,24 +136,9 @@ class Totals:
             self.stall_seconds += stall
 
     def _epoch(self, epoch: int) -> None:
-        if any(first <= epoch <= last for first, last in self._epochs):
+        if any(first <= epoch <= last for first, last in self.epochs):
             return
-        if self._epochs and epoch == self._epochs[-1][1] + 1:
-            self._epochs[-1][1] = epoch
+        if self.epochs and epoch == self.epochs[-1][1] + 1:
+            self.epochs[-1][1] = epoch
         else:
-            self._epochs.append([epoch, epoch])
-
-    def to_json(self) -> dict[str, Any]:
-        parts = {"speed": self.speed.to_json(), "peak": self.peak.to_json()}
-        return {name.lstrip("_"): value for name, value in vars(self).items()} | parts
-
-    def load(self, content: Mapping[str, Any]) -> None:
-        """Continue from what ``to_json`` returned."""
-        for name, value in vars(self).items():
-            saved = content[name.lstrip("_")]
-            if isinstance(value, SpeedSums | PeakSums):
-                value.load(saved)
-            elif isinstance(value, int | float):
-                setattr(self, name, type(value)(saved))
-            else:
-                setattr(self, name, saved)
+            self.epochs.append([epoch, epoch])

@@ -9,18 +9,9 @@ from orchestrator.config.metric import Mode, known_mode
 from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Evaluation
 from orchestrator.report.comparison.runs import ComparedRun
+from orchestrator.report.run.figures import stats
 from orchestrator.report.run.figures.outcome import score_text
 from orchestrator.report.run.figures.read import RunRecord
-from orchestrator.report.run.figures.stats import (
-    final_evaluation,
-    memory,
-    metric_names,
-    score_number,
-    speed,
-    unit_name,
-    values,
-    watched_criterion,
-)
 from orchestrator.types import bytes_text, seconds_text, speed_text
 
 MAX_METRICS = 8
@@ -88,17 +79,17 @@ def evaluations_compared(runs: Sequence[ComparedRun]) -> tuple[str, list[Evaluat
     """
     step = common_evaluation_step(runs)
     if step is None or all(run.is_complete for run in runs):
-        return "final weights", [final_evaluation(run.record) for run in runs]
+        return "final weights", [stats.final_evaluation(run.record) for run in runs]
     chosen = [next((event for event in run.record.evaluations if event.step == step), None) for run in runs]
     return f"step {step}", list(chosen)
 
 
 def _quality_figures(runs: Sequence[ComparedRun]) -> list[Figure]:
     _, evaluations = evaluations_compared(runs)
-    names = dict.fromkeys(name for run in runs for name in metric_names(run.record)[:MAX_METRICS])
+    names = dict.fromkeys(name for run in runs for name in stats.metric_names(run.record)[:MAX_METRICS])
     found = []
     for name in ("loss", *names):
-        scores = tuple(score_number(event, name) if event else None for event in evaluations)
+        scores = tuple(stats.score_number(event, name) if event else None for event in evaluations)
         mode = _mode(runs, name)
         beginning = _beginning(runs) if name == "loss" else None
         label = f"validation {name.replace('_', ' ')}"
@@ -109,28 +100,28 @@ def _quality_figures(runs: Sequence[ComparedRun]) -> list[Figure]:
 
 def _beginning(runs: Sequence[ComparedRun]) -> float | None:
     """Return the highest loss of a run's first step."""
-    return max((loss for run in runs for loss in values(run.record.steps[:1], "loss")), default=None)
+    return max((loss for run in runs for loss in stats.values(run.record.steps[:1], "loss")), default=None)
 
 
 def _mode(runs: Sequence[ComparedRun], name: str) -> Mode | None:
     """Return the direction of a metric: the one that the runs were judged by, else that of its name."""
     for run in runs:
-        criterion = watched_criterion(run.record)
+        criterion = stats.watched_criterion(run.record)
         if criterion.name == name:
             return criterion.mode
     return known_mode(name)
 
 
 def _speed_figures(runs: Sequence[ComparedRun]) -> list[Figure]:
-    speeds = [speed(run.record) for run in runs]
+    speeds = [stats.speed(run.record) for run in runs]
     samples = tuple(measured.samples if measured else None for measured in speeds)
     units = tuple(measured.units if measured else None for measured in speeds)
     medians = tuple(measured.median_step_s if measured else None for measured in speeds)
-    peaks = [memory(run.record) for run in runs]
+    peaks = [stats.memory(run.record) for run in runs]
     allocated = tuple(peak.allocated if peak else None for peak in peaks)
     found = [Figure("samples/s", samples, "max", speed_text)]
     if units != samples:
-        found.append(Figure(f"{unit_name(runs[0].record)}/s", units, "max", speed_text))
+        found.append(Figure(f"{stats.unit_name(runs[0].record)}/s", units, "max", speed_text))
     return [
         *found,
         Figure("median step", medians, None, seconds_text),
@@ -154,7 +145,7 @@ def _course_figures(runs: Sequence[ComparedRun]) -> list[Figure]:
 
 
 def _repeated_steps(record: RunRecord) -> float:
-    return float(max(record.replayed_steps, round(sum(values(record.recoveries, "lost_steps")))))
+    return float(max(record.replayed_steps, round(sum(stats.values(record.recoveries, "lost_steps")))))
 
 
 def _whole_text(value: float) -> str:

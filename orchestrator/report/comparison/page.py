@@ -11,14 +11,23 @@ from orchestrator.report.comparison.curves import panels_by_step, panels_by_time
 from orchestrator.report.comparison.differences import Difference, environment
 from orchestrator.report.comparison.figures import Figure
 from orchestrator.report.comparison.verdicts import Outcome
-from orchestrator.report.draw.markup import esc, header_cells, table
+from orchestrator.report.draw.html import (
+    badge,
+    bullets,
+    document,
+    esc,
+    footer,
+    header_cells,
+    heading,
+    page_head,
+    table,
+)
 from orchestrator.report.draw.page_plot import keys_row
-from orchestrator.report.draw.write import write_whole
-from orchestrator.report.run.figures.stats import plural
 from orchestrator.report.run.figures.timeline import TimelineRow, timeline_rows
-from orchestrator.report.run.page import document
 from orchestrator.report.run.panel_plot import curve_key
-from orchestrator.report.run.sections import TONES, badge, charts, heading, page_head, with_code
+from orchestrator.report.run.sections import TONES, charts
+from orchestrator.storage.local_files import write_whole
+from orchestrator.types import counted
 
 PAGE = "comparison.html"
 DATA = "comparison.json"
@@ -54,7 +63,7 @@ def comparison_page(comparison: Comparison) -> str:
         heading("Training losses, step by step") + _losses(comparison),
         _differences(comparison, "Hardware and software that differ", comparison.environment),
         _restarts(comparison),
-        _footer(comparison),
+        footer(["orchestrator report " + " ".join(run.location for run in runs)]),
     ]
     return document(f"Comparison of {', '.join(comparison.labels)}", body)
 
@@ -66,7 +75,7 @@ def _header(comparison: Comparison) -> str:
     facts |= {name: value for name, value in environment(first).items() if name not in differing}
     names = ("task", "runs", "device", "workers", "torch")
     known = {name: facts[name] for name in names if facts.get(name)}
-    return page_head(f"<h1>Comparison of {plural(len(comparison.runs), 'run', 'runs')}</h1>", known)
+    return page_head(f"<h1>Comparison of {counted(len(comparison.runs), 'run')}</h1>", known)
 
 
 def _first_card(comparison: Comparison) -> str:
@@ -77,10 +86,8 @@ def _first_card(comparison: Comparison) -> str:
         return ""
     tone = OUTCOME_TONES[first[0].outcome] if first else "warn"
     title = f"<h3>{esc(comparison.headline)}</h3>" if first else ""
-    items = "".join(f"<li>{with_code(line)}</li>" for line in lines)
-    return (
-        f'<div class="verdicts"><section class="card note t-{tone}">{title}<ul>{items}</ul></section></div>'
-    )
+    card = f'<section class="card note t-{tone}">{title}{bullets(lines)}</section>'
+    return f'<div class="verdicts">{card}</div>'
 
 
 def _verdicts(comparison: Comparison) -> str:
@@ -99,7 +106,11 @@ def _results(comparison: Comparison) -> str:
     cells = "".join(
         f'<td><span class="end-of t-{tone}">{esc(status)}</span></td>' for status, tone in statuses
     )
-    rows = _row("status", cells) + "".join(map(_result_row, comparison.figures))
+    rows = _row("status", cells)
+    if comparison.identities:
+        codes = "".join(f'<td class="mono">{esc(code)}</td>' for code in comparison.identities)
+        rows += _row("identity", codes)
+    rows += "".join(map(_result_row, comparison.figures))
     return _card(table("Results", _run_heads(comparison), rows, "runs"))
 
 
@@ -160,8 +171,3 @@ def _restart_row(label: str, row: TimelineRow) -> str:
 
 def _card(content: str) -> str:
     return f'<div class="card framed">{content}</div>'
-
-
-def _footer(comparison: Comparison) -> str:
-    places = " ".join(run.location for run in comparison.runs)
-    return f"<footer>{esc(f'orchestrator report {places}')}</footer>"

@@ -17,7 +17,8 @@ from typing import Literal
 
 from orchestrator.report.comparison.figures import Figure
 from orchestrator.report.comparison.runs import SEED, ComparedRun
-from orchestrator.report.run.figures.stats import device_name, plural
+from orchestrator.report.run.figures.stats import device_name
+from orchestrator.types import counted
 
 CONFIDENCE = 0.95
 Outcome = Literal["better", "within noise", "far ahead", "ahead", "equal", "one setting"]
@@ -130,7 +131,7 @@ def _verdict_of_one(figure: Figure, sample: _Sample) -> Verdict | None:
     if count < 2:
         return None
     deviation = math.sqrt(sample.squares / (count - 1))
-    repeats = plural(count, "seed", "seeds") if figure.is_quality else plural(count, "run", "runs")
+    repeats = counted(count, "seed") if figure.is_quality else counted(count, "run")
     text = f"{figure.text_of(sample.mean)} in the mean of {repeats}, standard deviation "
     return Verdict(figure.name, "one setting", "", text + figure.text_of(deviation))
 

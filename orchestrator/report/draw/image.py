@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.report.draw.html import LIGHT
 from orchestrator.report.draw.marks import (
     INK,
     LINE,
@@ -29,7 +30,6 @@ from orchestrator.report.draw.marks import (
     flat,
     line,
 )
-from orchestrator.report.draw.theme import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

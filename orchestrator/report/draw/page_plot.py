@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from orchestrator.report.draw.html import LIGHT, esc
 from orchestrator.report.draw.marks import (
     INK,
     Box,
@@ -33,8 +34,6 @@ from orchestrator.report.draw.marks import (
     Values,
     flat,
 )
-from orchestrator.report.draw.markup import esc
-from orchestrator.report.draw.theme import LIGHT
 
 SPAN = 1000
 """Side of the square in which marks are drawn, before it is stretched."""

@@ -1,13 +1,14 @@
-"""Failures, recoveries and changes of experts in one line each, in the same words on the screen and in
-the report."""
+"""Events in one line each, in the same words on the screen, in ``watch`` and in the report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
+from pathlib import PurePath
 
 from orchestrator.record.events import kinds
-from orchestrator.types import counted, first_line
+from orchestrator.record.events.kinds import Event
+from orchestrator.types import bytes_text, counted, first_line, seconds_text
 
 MAX_CAUSE_CHARS = 160  # events.jsonl has the whole message
 _SOURCES = {"memory": ", from snapshots in memory", "disk": ", from a checkpoint"}
@@ -39,14 +40,20 @@ def recovery_text(recovery: kinds.Recovery) -> str:
     return " ".join(part for part in parts if part) + source + repeated
 
 
+def compile_text(event: kinds.Compile) -> str:
+    if event.status == "failed":
+        return f"compilation failed, continuing without it: {event.detail}"
+    detail = f" ({event.detail})" if event.detail else ""
+    return f"{event.status or 'compiled'} in {event.seconds or 0.0:.1f} s{detail}"
+
+
 def oom_text(event: kinds.OutOfMemory) -> str:
     """Return an out-of-memory error and its consequence as text."""
     smaller = event.next_micro_batch
     consequence = f"continuing with {smaller}" if smaller else "no smaller one is left to try"
-    return (
-        f"out of memory at step {event.step} ({event.where}) "
-        f"with a micro-batch of {event.micro_batch}; {consequence}"
-    )
+    where = f" ({event.where})" if event.where else ""
+    size = "?" if event.micro_batch is None else event.micro_batch
+    return f"out of memory at step {event.step}{where} with a micro-batch of {size}; {consequence}"
 
 
 def cuda_graph_text(event: kinds.CudaGraph) -> str:
@@ -142,8 +149,94 @@ def _groups_text(recovery: kinds.Recovery) -> str:
     return f"in {groups} expert {'group' if groups == 1 else 'groups'} instead of {before}"
 
 
-def settings_text(event: kinds.Settings) -> str:
+def _start_text(event: kinds.Start) -> str:
+    return f"started at step {event.step or 0} on {counted(event.workers or 1, 'worker')}"
+
+
+def _resume_text(event: kinds.Resume) -> str:
+    if event.weights_only:
+        return f"started from the weights of {event.path}"
+    source = "snapshots in memory" if event.source == "memory" else event.path or "no checkpoint"
+    skipped = [f"skipped {each.path}: {each.reason}" for each in event.skipped]
+    return "; ".join([f"resumed at step {event.step} from {source}", *skipped])
+
+
+def _settings_text(event: kinds.Settings) -> str:
     """Return the changed settings of a resumed run: 'learning_rate from 0.0001 to 0.003 (flag …)'."""
-    return "; ".join(
-        f"{change.name} from {change.before} to {change.now} ({change.origin})" for change in event.changes
-    )
+    changes = [f"{each.name} from {each.before} to {each.now} ({each.origin})" for each in event.changes]
+    return f"settings: {'; '.join(changes)}"
+
+
+def _evaluation_text(event: kinds.Evaluation) -> str:
+    return ", ".join(score_texts(event)) + (" ★ best" if event.best else "")
+
+
+def _saved_text(event: kinds.Checkpoint | kinds.Upload) -> str:
+    details = []
+    if event.bytes is not None:
+        details.append(bytes_text(event.bytes))
+    if event.seconds is not None:
+        details.append(seconds_text(event.seconds))
+        if isinstance(event, kinds.Checkpoint) and event.stall is not None and event.stall < event.seconds:
+            details.append(f"training blocked for {seconds_text(event.stall)}")
+    verb = "saved" if isinstance(event, kinds.Checkpoint) else "uploaded"
+    name = PurePath(event.path or "a checkpoint").name
+    return f"{verb} {name}" + (f" ({', '.join(details)})" if details else "")
+
+
+def _snapshot_interval_text(event: kinds.SnapshotInterval) -> str:
+    return f"snapshots every {'?' if event.every is None else event.every} steps: {event.reason}"
+
+
+def _warning_text(event: kinds.Warned) -> str:
+    return f"{event.kind} warning: {event.message}".lstrip()
+
+
+def _long_recovery_text(event: kinds.Recovery) -> str:
+    """Return the outcome of a recovery, its parts, and the reason of the decision."""
+    names = ("detect", "regroup", "restore", "replay")
+    seconds = {name: getattr(event, f"{name}_seconds") for name in names}
+    parts = [f"{name} {seconds_text(value)}" for name, value in seconds.items() if value is not None]
+    reason = f"; {event.reason}" if event.reason else ""
+    return recovery_text(event) + (f" ({', '.join(parts)})" if parts else "") + reason
+
+
+def _end_text(event: kinds.End) -> str:
+    return event.status + (f": {event.reason}" if event.reason else "")
+
+
+_TEXTS: Mapping[type[Event], tuple[str, Callable[..., str]]] = {
+    kinds.Start: ("calm", _start_text),
+    kinds.Resume: ("info", _resume_text),
+    kinds.Settings: ("warn", _settings_text),
+    kinds.Placement: ("calm", lambda event: event.sentence or event.method),
+    kinds.ExpertChange: ("info", change_line),
+    kinds.Compile: ("calm", compile_text),
+    kinds.CudaGraph: ("calm", cuda_graph_text),
+    kinds.SnapshotInterval: ("calm", _snapshot_interval_text),
+    kinds.Evaluation: ("", _evaluation_text),
+    kinds.Checkpoint: ("calm", _saved_text),
+    kinds.Upload: ("calm", _saved_text),
+    kinds.OutOfMemory: ("bad", oom_text),
+    kinds.Warned: ("warn", _warning_text),
+    kinds.Failure: ("bad", failure_text),
+    kinds.Recovery: ("good", _long_recovery_text),
+    kinds.End: ("info", _end_text),
+}
+"""Tone and text of each kind of event that people want to read one by one."""
+_END_TONES = {"completed": "good", "failed": "bad"}
+
+
+def event_text(event: Event) -> str:
+    return _TEXTS[type(event)][1](event)
+
+
+def event_tone(event: Event) -> str:
+    """Return whether an event is good, calm, info, warn or bad; empty for one that is neither."""
+    match event:
+        case kinds.End():
+            return _END_TONES.get(event.status, "info")
+        case kinds.Failure(final=False) | kinds.ExpertChange(change="undone"):
+            return "warn"
+        case _:
+            return _TEXTS[type(event)][0]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from orchestrator.record.events.kinds import ExpertChange
 from orchestrator.record.experts.expert_changes import change_counts
-from orchestrator.report.draw.markup import esc
+from orchestrator.report.draw.html import esc, heading
 from orchestrator.report.draw.page_plot import SPAN, keys_row, shapes
 from orchestrator.report.draw.text import change_text, effect_text
-from orchestrator.report.graph.plot import graph_keys, layer_marks
-from orchestrator.report.graph.view import GraphView, Node, graph_views, num_shapes_of, spread
+from orchestrator.report.graph.drawing import GraphView, graph_keys, graph_views, num_shapes_of, spread
 from orchestrator.report.run.figures.read import RunRecord
-from orchestrator.report.run.sections import heading
 from orchestrator.types import seconds_text
 
 MAX_FRAMES = 60
@@ -65,20 +61,20 @@ def _slider(views: list[GraphView]) -> str:
 
 
 def _frame_text(view: GraphView) -> str:
-    counts = [len(layer.nodes) for layer in view.layers if layer is not None]
+    counts = [len(layer.layer.experts) for layer in view.known_layers]
     return f"step {view.step}, epoch {view.epoch}, {' + '.join(map(str, counts)) or 'no'} experts"
 
 
 def _layer_card(views: list[GraphView], index: int) -> str:
     frames = [(view, view.layers[index]) for view in views]
-    known = [layer for _, layer in frames if layer is not None]
     drawings = "".join(
         f'<g class="frame{" now" if view is views[-1] else ""}" data-text="{esc(_frame_text(view))}">'
-        f"{shapes(layer_marks(layer), is_square=True) if layer is not None else ''}</g>"
+        f"{shapes(layer.marks, is_square=True) if layer is not None else ''}</g>"
         for view, layer in frames
     )
-    title = f"Layer {known[-1].layer}" if known else ""
-    name = f'<span class="unit">{esc(known[-1].name)}</span>' if known and known[-1].name else ""
+    shown = next((layer.layer for _, layer in reversed(frames) if layer is not None), None)
+    title = f"Layer {shown.layer}" if shown else ""
+    name = f'<span class="unit">{esc(shown.name)}</span>' if shown and shown.name else ""
     return (
         f'<figure class="card chart"><figcaption>{esc(title)} {name}</figcaption>'
         f'<svg class="experts" viewBox="0 0 {SPAN} {SPAN}" role="img" aria-label="graph of the experts">'
@@ -89,15 +85,11 @@ def _layer_card(views: list[GraphView], index: int) -> str:
 def _key(views: list[GraphView]) -> str:
     shown = len(views[0].layers)
     remark = "Area: share of the choices. Ring: part of the training that the expert has lived."
-    if any(node.expert.warming for node in _nodes(views)):
+    if any(expert.warming for view in views for expert in view.experts):
         remark += " Pale: warming up."
     if shown < views[0].num_layers:
         remark += f" {shown} of {views[0].num_layers} layers are shown, those with the most changes."
     return f'<div class="parts graph-key">{keys_row(graph_keys(views))}</div><p class="remark">{remark}</p>'
-
-
-def _nodes(views: Iterable[GraphView]) -> Iterable[Node]:
-    return (node for view in views for layer in view.layers if layer is not None for node in layer.nodes)
 
 
 def _changes(changes: list[ExpertChange]) -> str:

@@ -3,7 +3,16 @@ the balance."""
 
 from __future__ import annotations
 
-from orchestrator.report.draw.markup import esc, header_cells, table
+from orchestrator.report.draw.html import (
+    Tile,
+    esc,
+    folded,
+    header_cells,
+    heading,
+    table,
+    tile_row,
+    with_unit,
+)
 from orchestrator.report.draw.page_plot import color_scale, grid, keys_row
 from orchestrator.report.run.figures.host_load import (
     ExchangeCost,
@@ -14,10 +23,8 @@ from orchestrator.report.run.figures.host_load import (
     num_experts_text,
 )
 from orchestrator.report.run.figures.read import RunRecord
-from orchestrator.report.run.figures.stats import plural
 from orchestrator.report.run.hosts_plot import MANY_HOSTS, colors_key, host_plots, hosts_keys
-from orchestrator.report.run.sections import Tile, heading, tile_row, with_unit
-from orchestrator.types import bytes_text, flops_text, seconds_text
+from orchestrator.types import bytes_text, counted, flops_text, seconds_text
 
 MIN_FLOPS = 1e6
 """Smaller speeds are relative ones: every device has more FLOP/s."""
@@ -40,7 +47,7 @@ def _subtitle(load: HostLoad | None) -> str:
     if load is None:
         return ""
     method = f" ({load.placement.method})" if load.placement.method else ""
-    return load.placement.sentence or f"{plural(len(load.hosts), 'host', 'hosts')}{method}"
+    return load.placement.sentence or f"{counted(len(load.hosts), 'host')}{method}"
 
 
 def _imbalance_tiles(load: HostLoad | None) -> list[Tile]:
@@ -78,9 +85,8 @@ def _pictures(load: HostLoad) -> str:
 def _hosts_table(load: HostLoad) -> str:
     body = "".join(_table_row(load, host) for host in range(len(load.hosts)))
     head = header_cells("host", "device", "speed", "experts", "share of the work", "time / mean", "predicted")
-    state = " open" if len(load.hosts) <= MANY_HOSTS else ""
-    summary = f"<summary>Hosts <small>{len(load.hosts)}</small></summary>"
-    return f'<details class="card"{state}>{summary}{table("Hosts", head, body)}</details>'
+    is_open = len(load.hosts) <= MANY_HOSTS
+    return folded("Hosts", str(len(load.hosts)), table("Hosts", head, body), is_open)
 
 
 def _table_row(load: HostLoad, index: int) -> str:

@@ -1,31 +1,29 @@
-"""report.html: a single file that needs no network and can be mailed.
-
-The page's security policy allows only its own style and its own script (by hash). Markup that a run
-name or a warning smuggled past the escaping would still do nothing.
-"""
+"""The files of a report: pictures, text, and ``report.html``."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 from orchestrator.record.events.decoding import finite
-from orchestrator.report.draw.markup import esc
-from orchestrator.report.draw.theme import CSS, JS
-from orchestrator.report.draw.write import write_whole
+from orchestrator.report.draw.html import document, footer, heading
+from orchestrator.report.draw.image import png
+from orchestrator.report.draw.marks import Picture
 from orchestrator.report.run import sections
 from orchestrator.report.run.evolution_section import evolution_section
+from orchestrator.report.run.figures.expert_load import layer_loads
 from orchestrator.report.run.figures.graph_files import write_graph_files
+from orchestrator.report.run.figures.panels import training_panels
 from orchestrator.report.run.figures.read import RunRecord, read_run_record, section
 from orchestrator.report.run.figures.timeline import timeline_list
-from orchestrator.report.run.generations_section import generations_section
+from orchestrator.report.run.hosts_plot import hosts_picture
 from orchestrator.report.run.hosts_section import hosts_section
+from orchestrator.report.run.load_plot import load_plot, ratio_key
+from orchestrator.report.run.panel_plot import panel_plot
 from orchestrator.report.run.plan_section import choices_table, settings_table
-from orchestrator.report.run.plots import draw_all
 from orchestrator.report.run.text import performance_summary, verdict_lines
+from orchestrator.storage.local_files import write_whole
 from orchestrator.types import bytes_text
 
 PAGE = "report.html"
@@ -66,35 +64,18 @@ def page(record: RunRecord) -> str:
         sections.tiles(record),
         sections.verdict_cards(record),
         sections.training_section(record),
-        generations_section(record),
+        sections.generations_section(record),
         evolution_section(record),
         sections.experts_section(record),
         hosts_section(record),
         sections.time_section(record),
         sections.memory_section(record),
         sections.device_section(record),
-        sections.heading("What happened") + timeline if timeline else "",
-        sections.heading("Plan and settings") + plan if plan else "",
+        heading("What happened") + timeline if timeline else "",
+        heading("Plan and settings") + plan if plan else "",
         _footer(record),
     ]
     return document(f"{record.name} · {record.status}", body)
-
-
-def document(title: str, body: Iterable[str]) -> str:
-    """Return a whole page from parts that are HTML already, with our style and script."""
-    policy = f'<meta http-equiv="Content-Security-Policy" content="{_security_policy()}">'
-    content = "\n".join(part for part in body if part)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{policy}'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{esc(title)}</title><style>{CSS}</style></head>"
-        f"<body><main>\n{content}\n</main><script>{JS}</script></body></html>\n"
-    )
-
-
-def _security_policy() -> str:
-    digest = base64.b64encode(hashlib.sha256(JS.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
 
 
 def _footer(record: RunRecord) -> str:
@@ -114,4 +95,38 @@ def _footer(record: RunRecord) -> str:
     begun = record.start.time
     if begun is not None and begun < MAX_TIME:
         facts.append(f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC")
-    return f"<footer>{esc(' · '.join([*facts, str(record.folder)]))}</footer>"
+    return footer([*facts, record.folder])
+
+
+def draw_all(record: RunRecord, folder: Path) -> list[Path]:
+    """Write every picture that the record has data for."""
+    pictures = {
+        "training_metrics.png": training_picture(record),
+        "expert_activations.png": experts_picture(record),
+        "expert_device_distribution.png": hosts_picture(record),
+    }
+    return [
+        write_whole(folder / name, png(picture)) for name, picture in pictures.items() if picture is not None
+    ]
+
+
+def training_picture(record: RunRecord) -> Picture | None:
+    panels = training_panels(record)
+    if not panels:
+        return None
+    return Picture(f"Training of {record.name}", list(map(panel_plot, panels)), min(2, len(panels)))
+
+
+def experts_picture(record: RunRecord) -> Picture | None:
+    layers = layer_loads(record)
+    if not layers:
+        return None
+    counts = {layer.num_experts for layer in layers}
+    has_changed = any(layer.has_changed for layer in layers)
+    even = f" ({1 / counts.pop():.1%})" if len(counts) == 1 and not has_changed else ""
+    return Picture(
+        f"Use of the experts of {record.name}",
+        list(map(load_plot, layers)),
+        min(len(layers), 2 if len(layers) <= 4 else 3),
+        color_key=ratio_key(f"share of a layer's tokens, against an even share{even}"),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orchestrator.report.draw.markup import esc, header_cells, table
+from orchestrator.report.draw.html import esc, folded, header_cells, search_box, table
 from orchestrator.report.run.figures.read import RunRecord, entries, section
 from orchestrator.types import is_worth_a_row
 
@@ -22,9 +22,10 @@ def choices_table(record: RunRecord) -> str:
         return ""
     num_unused = len(choices) - len(used)
     unused = f", {num_unused} without effect in this run are in plan.json" if num_unused else ""
-    summary = f"Choices of the plan <small>{len(used)}{unused}</small>"
-    shown = table("Choices of the plan", header_cells("setting", "chosen", "reason"), rows)
-    return f'<details class="card"><summary>{summary}</summary>{shown}</details>'
+    title = "Choices of the plan"
+    return folded(
+        title, f"{len(used)}{unused}", table(title, header_cells("setting", "chosen", "reason"), rows)
+    )
 
 
 def _choice_row(name: str, choice: dict[str, Any]) -> str:
@@ -55,12 +56,9 @@ def settings_table(record: RunRecord) -> str:
             f'<td class="mono">{_value(setting.get("value"))}</td><td>{esc(setting.get("origin") or "")}</td>'
         )
         rows += f'<tr class="{"plain" if is_default else "changed"}">{cells}</tr>'
-    summary = f"<summary>Settings <small>{len(settings)}, {num_changed} of them set</small></summary>"
-    search_box = (
-        '<input class="filter" type="search" placeholder="Filter settings" aria-label="Filter settings">'
-    )
     shown = table("Settings", header_cells("setting", "value", "from"), rows)
-    return f'<details class="card">{summary}{search_box}{shown}</details>'
+    search = search_box("Filter settings", "Filter settings")
+    return folded("Settings", f"{len(settings)}, {num_changed} of them set", search + shown)
 
 
 def _value(value: Any) -> str:

@@ -2,59 +2,53 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from orchestrator.record.events.decoding import finite
+from orchestrator.errors import UserError
+from orchestrator.record.events.decoding import finite, measure
 from orchestrator.record.events.kinds import Failure
-from orchestrator.report.draw.markup import esc
-from orchestrator.report.draw.page_plot import color_scale, grid, keys_row
-from orchestrator.report.run.bars import labelled_bar, stacked_bar
-from orchestrator.report.run.figures.expert_load import LayerLoad, layer_loads
-from orchestrator.report.run.figures.outcome import compile_text, repeated_text, score_text, status_text
-from orchestrator.report.run.figures.panels import Panel, device_panels, training_panels
-from orchestrator.report.run.figures.read import UNFINISHED, RunRecord, section
-from orchestrator.report.run.figures.stats import (
-    best_evaluation,
-    device_name,
-    final_evaluation,
-    flops_per_second,
-    memory,
-    memory_parts,
-    metric_names,
-    monitored_figures,
-    non_finite_text,
-    phase_seconds,
-    plural,
-    score,
-    score_number,
-    speed,
-    unit_name,
-    values,
-    wall_seconds,
-    watched_metric,
-    workers_text,
+from orchestrator.report.draw.html import (
+    Tile,
+    badge,
+    bullets,
+    esc,
+    heading,
+    labelled_bar,
+    note,
+    page_head,
+    stacked_bar,
+    tile_row,
+    with_unit,
 )
+from orchestrator.report.draw.page_plot import color_scale, grid, keys_row
+from orchestrator.report.run.figures import stats
+from orchestrator.report.run.figures.expert_load import LayerLoad, layer_loads
+from orchestrator.report.run.figures.outcome import (
+    compile_text,
+    identity_code,
+    repeated_text,
+    score_text,
+    status_text,
+)
+from orchestrator.report.run.figures.panels import Panel, device_panels, training_panels
+from orchestrator.report.run.figures.read import UNFINISHED, RunRecord, entries, read_tree, section
 from orchestrator.report.run.findings.finding import Finding
 from orchestrator.report.run.findings.learning import learning_finding
-from orchestrator.report.run.findings.quality_findings import uneven_experts_finding
-from orchestrator.report.run.findings.verdict import verdict
+from orchestrator.report.run.findings.verdict import uneven_experts_finding, verdict
 from orchestrator.report.run.load_plot import load_plot, ratio_key
 from orchestrator.report.run.panel_plot import curve_key, panel_plot
-from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, seconds_text
+from orchestrator.types import bytes_text, count_text, counted, flops_text, memory_part_text, seconds_text
 
 TONES = {"completed": "good", "stopped": "info", "failed": "bad", UNFINISHED: "warn"}
 ESTIMATED_COLOR = 0
 MEASURED_COLOR = 5
-
-Tile = tuple[str, str, str]
-"""Label, figure as HTML, and a line below it."""
-
-
-def heading(title: str, subtitle: str = "") -> str:
-    small = f"<small>{esc(subtitle)}</small>" if subtitle else ""
-    return f"<h2>{esc(title)}{small}</h2>"
+_EVALUATIONS = "checkpoints/step_*.*.json"
+_MAX_LETTERS = 4000
+_PARTS = (("prompt", "Prompt"), ("text", "Generated"), ("reference", "In the data"))
 
 
 def header(record: RunRecord) -> str:
@@ -63,32 +57,22 @@ def header(record: RunRecord) -> str:
     has_several_workers = (record.workers or 1) > 1 or bool(record.recoveries)
     facts = {
         "task": record.fact("task"),
-        "device": device_name(record),
-        "workers": workers_text(record) if has_several_workers else None,
+        "device": stats.device_name(record),
+        "workers": stats.workers_text(record) if has_several_workers else None,
         "precision": record.fact("precision"),
         "batch": record.fact("global_batch_size"),
         "parameters": count_text(num_parameters) if num_parameters else None,
         "took": _duration_text(record),
+        "identity": identity_code(record),
     }
-    known = {name: value for name, value in facts.items() if value not in (None, "")}
     tone = TONES.get(record.status, "calm")
-    return page_head(f"<h1>{esc(record.name)}</h1>{badge(tone, record.status)}", known)
-
-
-def badge(tone: str, text: str) -> str:
-    return f'<span class="badge t-{tone}">{esc(text)}</span>'
-
-
-def page_head(title: str, facts: Mapping[str, object]) -> str:
-    """Return the top of a page from a title that is HTML already."""
-    shown = "".join(f"<div><span>{name}</span>{esc(value)}</div>" for name, value in facts.items())
-    return f'<header><div class="head">{title}</div><div class="facts">{shown}</div></header>'
+    return page_head(f"<h1>{esc(record.name)}</h1>{badge(tone, record.status)}", facts)
 
 
 def _duration_text(record: RunRecord) -> str | None:
     if record.seconds is None:
         return None
-    steps = f", {plural(record.totals.num_steps, 'step', 'steps')}" if record.steps else ""
+    steps = f", {counted(record.totals.num_steps, 'step')}" if record.steps else ""
     return seconds_text(record.seconds) + steps
 
 
@@ -98,12 +82,12 @@ def notes(record: RunRecord) -> str:
     lines = [("bad", f"{event.kind or 'failure'}: {event.message}") for event in failures[-3:]]
     if record.status == UNFINISHED:
         lines.append(("warn", status_text(record).capitalize() + "."))
-    non_finite = non_finite_text(record)
+    non_finite = stats.non_finite_text(record)
     if non_finite is not None and learning_finding(record).kind != "diverged":
         rate = "--learning-rate" if record.takes("learning_rate") else "learning rate"
         advice = f"A lower {rate} or --clip-norm may help."
         lines.append(("bad", f"Nan or infinite: {non_finite}. {advice}"))
-    return "".join(f'<div class="card note t-{tone}">{with_code(text)}</div>' for tone, text in lines)
+    return "".join(note(tone, text) for tone, text in lines)
 
 
 def tiles(record: RunRecord) -> str:
@@ -111,29 +95,20 @@ def tiles(record: RunRecord) -> str:
     return tile_row([*_quality_tiles(record), *_speed_tiles(record), *_recovery_tiles(record)])
 
 
-def tile_row(shown: list[Tile]) -> str:
-    cells = [
-        f'<div class="card tile"><div class="label">{esc(label)}</div><b>{figure}</b>'
-        f'<div class="label">{esc(below)}</div></div>'
-        for label, figure, below in shown
-    ]
-    return f'<div class="tiles">{"".join(cells)}</div>' if cells else ""
-
-
 def _quality_tiles(record: RunRecord) -> list[Tile]:
     shown: list[Tile] = []
-    watched = watched_metric(record)
-    final = final_evaluation(record)
-    best = best_evaluation(record)
+    watched = stats.watched_metric(record)
+    final = stats.final_evaluation(record)
+    best = stats.best_evaluation(record)
     if final is not None:
-        names = [watched] if watched != "loss" else [*metric_names(record)[:1], "loss"]
-        name = next((name for name in names if score(final, name) is not None), "loss")
+        names = [watched] if watched != "loss" else [*stats.metric_names(record)[:1], "loss"]
+        name = next((name for name in names if stats.score(final, name) is not None), "loss")
         below = f"at step {final.step}"
         if record.final is not None:
             below = f"kept weights, step {record.final.step}"
-        shown.append((f"validation {name}", esc(score_text(score(final, name))), below))
+        shown.append((f"validation {name}", esc(score_text(stats.score(final, name))), below))
     if best is not None:
-        text = score_text(score_number(best, watched))
+        text = score_text(stats.score_number(best, watched))
         shown.append((f"best {watched}", esc(text), f"at step {best.step}"))
     if record.steps:
         last = record.steps[-1]
@@ -143,14 +118,14 @@ def _quality_tiles(record: RunRecord) -> list[Tile]:
 
 def _speed_tiles(record: RunRecord) -> list[Tile]:
     shown: list[Tile] = []
-    measured = speed(record)
+    measured = stats.speed(record)
     if measured is not None:
         below = f"{seconds_text(measured.median_step_s)} per step (median)"
         if measured.units != measured.samples:
-            below = f"{measured.units:,.0f} {unit_name(record)}/s"
+            below = f"{measured.units:,.0f} {stats.unit_name(record)}/s"
         digits = 0 if measured.samples >= 100 else 1
         shown.append(("samples / s", f"{measured.samples:,.{digits}f}", below))
-    peak = memory(record)
+    peak = stats.memory(record)
     if peak is not None:
         below = "at its highest" if record.on_gpu else "of the process"
         if peak.efficiency:
@@ -163,19 +138,13 @@ def _recovery_tiles(record: RunRecord) -> list[Tile]:
     if not record.recoveries:
         return []
     below = [repeated_text(record)]
-    durations = values(record.recoveries, "total_seconds")
+    durations = stats.values(record.recoveries, "total_seconds")
     if durations:
         below.insert(0, f"{seconds_text(fmean(durations))} each")
     goodput = finite(record.summary.get("goodput"))
     if goodput is not None:
         below.append(f"goodput {goodput:.1%}")
     return [("recoveries", str(len(record.recoveries)), ", ".join(below))]
-
-
-def with_unit(text: str) -> str:
-    """Return '31.2 GiB' with a smaller unit; durations of several parts stay as they are."""
-    number, _, unit = text.partition(" ")
-    return f"{esc(number)}<i> {esc(unit)}</i>" if unit.isalpha() or unit == "µs" else esc(text)
 
 
 def verdict_cards(record: RunRecord) -> str:
@@ -192,19 +161,9 @@ def verdict_cards(record: RunRecord) -> str:
 def _finding_card(finding: Finding, label: str) -> str:
     return (
         f'<section class="card note t-{finding.tone}"><div class="label">{label}</div>'
-        f"<h3>{esc(finding.headline)}</h3>{_list(finding.evidence)}"
-        f'<div class="label">worth trying</div>{_list(finding.advice)}</section>'
+        f"<h3>{esc(finding.headline)}</h3>{bullets(finding.evidence)}"
+        f'<div class="label">worth trying</div>{bullets(finding.advice)}</section>'
     )
-
-
-def _list(lines: tuple[str, ...]) -> str:
-    return f"<ul>{''.join(f'<li>{with_code(line)}</li>' for line in lines)}</ul>"
-
-
-def with_code(text: str) -> str:
-    """Return text with flags of ours set as code."""
-    flag = r"(?<![\w-])(--[a-z][a-z0-9-]*(?: (?:on|auto|bf16|reduce-overhead|[0-9][0-9.e-]*))?)"
-    return re.sub(flag, r'<code class="flag">\1</code>', esc(text))
 
 
 def training_section(record: RunRecord) -> str:
@@ -212,7 +171,7 @@ def training_section(record: RunRecord) -> str:
 
 
 def device_section(record: RunRecord) -> str:
-    figures = [figure for figure in monitored_figures(record) if figure.unit == "%"]
+    figures = [figure for figure in stats.monitored_figures(record) if figure.unit == "%"]
     means = [f"{figure.name} {figure.mean:.0f}% mean, {figure.peak:.0f}% at most" for figure in figures]
     return charts("Device use", device_panels(record), "; ".join(means[:3]))
 
@@ -239,7 +198,7 @@ def experts_section(record: RunRecord) -> str:
 
 def _experts_subtitle(layers: list[LayerLoad]) -> str:
     counts = sorted({layer.num_experts for layer in layers})
-    numbers = f"{plural(len(layers), 'layer', 'layers')} of {' or '.join(map(str, counts))} experts"
+    numbers = f"{counted(len(layers), 'layer')} of {' or '.join(map(str, counts))} experts"
     if any(layer.has_changed for layer in layers):
         return f"{numbers} at the end; hatched where an expert did not exist"
     even = f", {1 / counts[0]:.1%} of a layer's tokens each when even" if len(counts) == 1 else ""
@@ -248,18 +207,18 @@ def _experts_subtitle(layers: list[LayerLoad]) -> str:
 
 def time_section(record: RunRecord) -> str:
     """Return the parts of a step and of the whole run."""
-    step = phase_seconds(record)
-    wall = wall_seconds(record)
+    step = stats.phase_seconds(record)
+    wall = stats.wall_seconds(record)
     cards = []
     if step:
-        measured = speed(record)
+        measured = stats.speed(record)
         basis = f", mean of {measured.basis}" if measured else ""
         cards.append(_time_card("A step", seconds_text(sum(step.values())) + basis, step))
     if wall:
         cards.append(_time_card("The whole run", seconds_text(sum(wall.values())), wall))
     if not cards:
         return ""
-    rate = flops_per_second(record)
+    rate = stats.flops_per_second(record)
     subtitle = f"{flops_text(rate)}/s by the plan's count" if rate else compile_text(record)
     width = " one" if len(cards) == 1 else ""
     return f'{heading("Where the time goes", subtitle)}<div class="grid{width}">{"".join(cards)}</div>'
@@ -274,8 +233,8 @@ def _time_card(title: str, subtitle: str, parts: dict[str, float]) -> str:
 def memory_section(record: RunRecord) -> str:
     """Return the plan's estimate and the measured peak on one scale, and both again by part."""
     planned = section(record.plan, "memory")
-    estimate = finite(planned.get("total")) or sum(part.estimated or 0 for part in memory_parts(record))
-    peak = memory(record)
+    estimate = finite(planned.get("total")) or sum(part.estimated or 0 for part in stats.memory_parts(record))
+    peak = stats.memory(record)
     largest = max(estimate, (peak.reserved or 0) if peak else 0, peak.allocated if peak else 0)
     if not largest:
         return ""
@@ -296,10 +255,10 @@ def memory_section(record: RunRecord) -> str:
 
 def _memory_parts_card(record: RunRecord) -> str:
     """Return a pair of bars for each part of the memory: estimated and measured."""
-    parts = memory_parts(record)
+    parts = stats.memory_parts(record)
     if not parts:
         return ""
-    peak = memory(record)
+    peak = stats.memory(record)
     largest = max(max(part.estimated or 0, part.measured or 0) for part in parts)
     is_measured = any(part.measured is not None for part in parts)
     bars = []
@@ -322,3 +281,38 @@ def _memory_bar(
 ) -> str:
     text = bytes_text(size) if size is not None else "–"
     return labelled_bar(label, part, size or 0, color, largest, text)
+
+
+def generations_section(record: RunRecord) -> str:
+    """Return a language model's generations, which ``orchestrator evaluate`` writes beside a checkpoint:
+    those of the last evaluation that has some."""
+    results = [
+        result for path in record.folder.glob(_EVALUATIONS) if (result := _read_generations(path)) is not None
+    ]
+    if not results:
+        return ""
+    last = max(results, key=lambda result: measure(result.get("time")) or 0.0)
+    generations = entries(last, "generations")
+    cards = "".join(_generation_card(generation) for generation in generations)
+    from_data = any(generation.get("reference") is not None for generation in generations)
+    source = f"prompts of the {last.get('split')} data" if from_data else "prompts of --prompts"
+    subtitle = f"{source}, continued by the weights of step {last.get('step')} with the most probable tokens"
+    return f'{heading("Generations", subtitle)}<div class="grid one">{cards}</div>'
+
+
+def _read_generations(path: Path) -> dict[str, Any] | None:
+    """Return a result with generations; None for others, and for a file that cannot be read."""
+    try:
+        result = read_tree(path, json.loads)
+    except UserError:
+        return None  # of no use to a page about the run
+    return result if entries(result, "generations") else None
+
+
+def _generation_card(generation: Mapping[str, Any]) -> str:
+    parts = [
+        f'<div class="label">{label}</div><code class="command">{esc(text[:_MAX_LETTERS])}</code>'
+        for name, label in _PARTS
+        if isinstance(text := generation.get(name), str)
+    ]
+    return f'<div class="card">{"".join(parts)}</div>'

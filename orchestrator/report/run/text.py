@@ -11,6 +11,7 @@ from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Checkpoint, Evaluation, Failure, OutOfMemory, Step, Warned
 from orchestrator.record.experts.expert_changes import change_counts
 from orchestrator.report.draw.text import failure_text
+from orchestrator.report.run.figures import stats
 from orchestrator.report.run.figures.expert_load import IDLE_RATIO, busiest_layer, layer_loads
 from orchestrator.report.run.figures.host_load import (
     ExchangeCost,
@@ -23,39 +24,25 @@ from orchestrator.report.run.figures.host_load import (
 )
 from orchestrator.report.run.figures.outcome import (
     compile_text,
+    identity_text,
     repeated_text,
     score_text,
     status_text,
     weights_text,
 )
 from orchestrator.report.run.figures.read import RunRecord, section
-from orchestrator.report.run.figures.stats import (
-    best_evaluation,
-    device_name,
-    final_evaluation,
-    flops_per_second,
-    memory,
-    memory_parts,
-    metric_names,
-    monitored_figures,
-    non_finite_text,
-    phase_seconds,
-    plural,
-    score,
-    score_number,
-    shares,
-    speed,
-    unit_name,
-    values,
-    wall_seconds,
-    watched_metric,
-    workers_text,
-)
 from orchestrator.report.run.findings.finding import Finding
 from orchestrator.report.run.findings.learning import learning_finding
-from orchestrator.report.run.findings.quality_findings import uneven_experts_finding
-from orchestrator.report.run.findings.verdict import verdict
-from orchestrator.types import bytes_text, count_text, flops_text, memory_part_text, printable, seconds_text
+from orchestrator.report.run.findings.verdict import uneven_experts_finding, verdict
+from orchestrator.types import (
+    bytes_text,
+    count_text,
+    counted,
+    flops_text,
+    memory_part_text,
+    printable,
+    seconds_text,
+)
 
 WIDTH = 100
 LABEL_WIDTH = 22
@@ -76,8 +63,8 @@ def performance_summary(record: RunRecord) -> str:
         "Uneven experts": _optional_lines(uneven_experts_finding(record)),
         "Quality": _quality_lines(record),
         "Speed": _speed_lines(record),
-        "A step": _bar_lines(phase_seconds(record)),
-        "The whole time": _bar_lines(wall_seconds(record)),
+        "A step": _bar_lines(stats.phase_seconds(record)),
+        "The whole time": _bar_lines(stats.wall_seconds(record)),
         "Memory": _memory_lines(record),
         "Experts": _experts_lines(record),
         "Hosts": _hosts_lines(record),
@@ -104,9 +91,9 @@ def verdict_lines(record: RunRecord) -> list[str]:
 
 def _run_lines(record: RunRecord) -> list[Line]:
     lines = [("status", status_text(record))]
-    facts = {name: device_name(record) if name == "device" else record.fact(name) for name in FACTS}
+    facts = {name: stats.device_name(record) if name == "device" else record.fact(name) for name in FACTS}
     lines += [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
-    lines.append(("workers", workers_text(record)))
+    lines.append(("workers", stats.workers_text(record)))
     total = record.fact("total_steps")
     done = record.steps[-1].step if record.steps else 0
     of_total = f" of {total}" if isinstance(total, int) and total != done else ""
@@ -118,47 +105,48 @@ def _run_lines(record: RunRecord) -> list[Line]:
     num_parameters = finite(record.fact("parameters"))
     if num_parameters:
         lines.append(("parameters", count_text(num_parameters)))
+    lines.append(("identity", identity_text(record)))
     return [(label, text) for label, text in lines if text]
 
 
 def _quality_lines(record: RunRecord) -> list[Line]:
-    names = ["loss", *metric_names(record)]
+    names = ["loss", *stats.metric_names(record)]
     lines = []
     if record.steps:
         lines.append(("train, last step", _scores_text(record.steps[-1], names)))
-    final = final_evaluation(record)
+    final = stats.final_evaluation(record)
     if final is not None:
         lines.append(("validation", f"{_scores_text(final, names)}   at step {final.step}"))
         last = record.evaluations[-1]
         if last.step != final.step:
             lines.append(("validation, last", _scores_text(last, names)))
     lines.append(("final weights", weights_text(record)))
-    best = best_evaluation(record)
+    best = stats.best_evaluation(record)
     if best is not None:
-        name = watched_metric(record)
-        lines.append((f"best {name}", f"{score_text(score_number(best, name))} at step {best.step}"))
-    non_finite = non_finite_text(record)
+        name = stats.watched_metric(record)
+        lines.append((f"best {name}", f"{score_text(stats.score_number(best, name))} at step {best.step}"))
+    non_finite = stats.non_finite_text(record)
     if non_finite is not None:
         lines.append(("nan or infinite", non_finite))
     return [(label, text) for label, text in lines if text]
 
 
 def _scores_text(event: Step | Evaluation, names: Iterable[str]) -> str:
-    scores = {name: score(event, name) for name in names}
+    scores = {name: stats.score(event, name) for name in names}
     return "   ".join(f"{name} {score_text(value)}" for name, value in scores.items() if value is not None)
 
 
 def _speed_lines(record: RunRecord) -> list[Line]:
     lines = []
-    measured = speed(record)
+    measured = stats.speed(record)
     if measured is not None:
         lines.append(("samples per second", f"{measured.samples:,.1f}"))
         if measured.units != measured.samples:
-            lines.append((f"{unit_name(record)} per second", f"{measured.units:,.0f}"))
+            lines.append((f"{stats.unit_name(record)} per second", f"{measured.units:,.0f}"))
         lines.append(("median step", seconds_text(measured.median_step_s)))
         lines.append(("mean step", seconds_text(measured.mean_step_s)))
         lines.append(("measured over", measured.basis))
-        flops = flops_per_second(record)
+        flops = stats.flops_per_second(record)
         if flops is not None:
             lines.append(("compute", f"{flops_text(flops)}/s by the plan's count"))
     return [*lines, ("compilation", compile_text(record))]
@@ -166,7 +154,7 @@ def _speed_lines(record: RunRecord) -> list[Line]:
 
 def _bar_lines(parts: dict[str, float]) -> list[Line]:
     lines = []
-    for name, share in shares(parts).items():
+    for name, share in stats.shares(parts).items():
         bar = "#" * round(share * BAR_WIDTH)
         lines.append((name, f"{seconds_text(parts[name]):>9} {share:>6.1%}  {bar}".rstrip()))
     return lines
@@ -174,7 +162,7 @@ def _bar_lines(parts: dict[str, float]) -> list[Line]:
 
 def _memory_lines(record: RunRecord) -> list[Line]:
     lines: list[Line] = []
-    peak = memory(record)
+    peak = stats.memory(record)
     if peak is not None:
         label = "peak allocated" if record.on_gpu else "peak of the process"
         lines.append((label, bytes_text(peak.allocated)))
@@ -198,8 +186,8 @@ def _memory_lines(record: RunRecord) -> list[Line]:
 
 def _memory_part_lines(record: RunRecord) -> list[Line]:
     """Return the parts of the memory, each as it was measured and as the plan estimated it."""
-    parts = memory_parts(record)
-    peak = memory(record)
+    parts = stats.memory_parts(record)
+    peak = stats.memory(record)
     lines: list[Line] = []
     if peak is not None and peak.worker is not None:
         lines.append(("parts", f"of worker {peak.worker}, whose peak is the largest"))
@@ -270,7 +258,7 @@ def _exchange_lines(cost: ExchangeCost) -> list[Line]:
 
 def _device_lines(record: RunRecord) -> list[Line]:
     lines = []
-    for figure in monitored_figures(record):
+    for figure in stats.monitored_figures(record):
         mean = _figure_text(figure.mean, figure.unit)
         peak = _figure_text(figure.peak, figure.unit)
         lines.append((figure.name, f"{mean} mean   {peak} max"))
@@ -288,14 +276,14 @@ def _course_lines(record: RunRecord) -> list[Line]:
     oom_text = "never"
     if ooms:
         micro_batch = ooms[-1].next_micro_batch or "?"
-        oom_text = f"{plural(len(ooms), 'recovery', 'recoveries')}, micro-batch now {micro_batch}"
+        oom_text = f"{counted(len(ooms), 'recovery', 'recoveries')}, micro-batch now {micro_batch}"
     lines.append(("out of memory", oom_text))
     if record.resumes:
-        times = plural(len(record.resumes), "time", "times")
+        times = counted(len(record.resumes), "time")
         steps = ", ".join(
             "?" if event.step is None else str(event.step) for event in record.resumes[-MAX_LISTED:]
         )
-        repeated = plural(record.replayed_steps, "step", "steps")
+        repeated = counted(record.replayed_steps, "step")
         lines.append(("resumed", f"{times} (at step {steps}); {repeated} done again"))
     return lines + _failure_lines(record) + _warning_lines(record)
 
@@ -308,7 +296,7 @@ def _checkpoint_lines(record: RunRecord) -> list[Line]:
     text = str(totals.num_checkpoints)
     if totals.checkpoint_seconds:
         text += f", {seconds_text(totals.checkpoint_seconds / totals.num_checkpoints)} each"
-    sizes = values(checkpoints, "bytes")
+    sizes = stats.values(checkpoints, "bytes")
     if sizes:
         text += f", the last {bytes_text(sizes[-1])}"
     # Without stalls the checkpoints blocked the training for their whole duration.
@@ -323,8 +311,8 @@ def _failure_lines(record: RunRecord) -> list[Line]:
     recovered = [event for event in failures if event.final is False]
     lines = [("worker lost", failure_text(event)) for event in recovered[-MAX_LISTED:]]
     if record.recoveries:
-        times = plural(len(record.recoveries), "time", "times")
-        durations = values(record.recoveries, "total_seconds")
+        times = counted(len(record.recoveries), "time")
+        durations = stats.values(record.recoveries, "total_seconds")
         mean = f" in {seconds_text(fmean(durations))} on average" if durations else ""
         lines.append(("recovered", f"{times}{mean}; {repeated_text(record)}"))
         goodput = finite(record.summary.get("goodput"))

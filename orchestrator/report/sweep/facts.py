@@ -10,9 +10,7 @@ from typing import Any
 from orchestrator.config.settings import setting_types
 from orchestrator.config.sweep.objective import THROUGHPUT
 from orchestrator.config.sweep.space import point_flags, point_key
-from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import STATUSES, SweepRecord, TrialRow
-from orchestrator.report.run.figures.stats import plural
 from orchestrator.report.sweep.scaling import ScalingSeries
 from orchestrator.report.sweep.sweep_table import throughput_text
 from orchestrator.report.sweep.trials import (
@@ -21,7 +19,7 @@ from orchestrator.report.sweep.trials import (
     throughput,
     trial_settings,
 )
-from orchestrator.types import printable, seconds_text, speed_text, value_text
+from orchestrator.types import counted, printable, seconds_text, speed_text, value_text
 
 SHORT_STATUS = {
     "completed": "done",
@@ -147,7 +145,7 @@ def objective_name(record: SweepRecord) -> str:
 
 def objective_value(record: SweepRecord, row: TrialRow) -> float | None:
     """Return the figure that people read as the outcome of a trial."""
-    return throughput(row) if record.objective == THROUGHPUT else finite(row.value(record.objective))
+    return throughput(row) if record.objective == THROUGHPUT else row.value(record.objective)
 
 
 def objective_text(record: SweepRecord, value: float) -> str:
@@ -182,8 +180,7 @@ def hours_text(hours: float | None) -> str:
 
 def total_seconds(record: SweepRecord) -> float:
     """Return the seconds of all trials together."""
-    durations = [finite(row.seconds) for row in record.rows]
-    return sum(seconds for seconds in durations if seconds is not None and seconds > 0)
+    return sum(row.seconds for row in record.rows)
 
 
 def space_text(record: SweepRecord) -> str:
@@ -191,7 +188,7 @@ def space_text(record: SweepRecord) -> str:
     names = setting_names(record)
     points = record.header.get("points")
     if isinstance(points, list):
-        return f"{plural(len(points), 'listed point', 'listed points')} of {', '.join(map(name_text, names))}"
+        return f"{counted(len(points), 'listed point')} of {', '.join(map(name_text, names))}"
     space = record.header.get("space")
     domains: Mapping[str, Any] = space if isinstance(space, dict) else {}
     parts = [
@@ -207,11 +204,11 @@ def hardware_text(record: SweepRecord) -> str:
     on_gpu = header.get("kind") == "gpu"
     kinds = ("GPU", "GPUs") if on_gpu else ("CPU device", "CPU devices")
     devices = header.get("devices")
-    count = plural(devices, *kinds) if isinstance(devices, int) else kinds[1]
+    count = counted(devices, *kinds) if isinstance(devices, int) else kinds[1]
     details = [one_line(str(header.get("device_name") or ""), 60)]
     cores = header.get("cores_per_worker")
     if not on_gpu and isinstance(cores, int):
-        details.append(f"{plural(cores, 'core', 'cores')} each")
+        details.append(f"{counted(cores, 'core')} each")
     text = ", ".join(part for part in details if part)
     return f"{count} ({text})" if text else count
 
@@ -221,8 +218,8 @@ def trials_text(record: SweepRecord) -> str:
     planned = record.header.get("trials")
     done = len(record.rows)
     if isinstance(planned, int) and planned > done:
-        return f"{done} of {plural(planned, 'trial', 'trials')} so far"
-    return plural(done, "trial", "trials")
+        return f"{done} of {counted(planned, 'trial')} so far"
+    return counted(done, "trial")
 
 
 def sentence(record: SweepRecord) -> str:

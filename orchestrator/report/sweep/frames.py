@@ -1,4 +1,4 @@
-"""The trials and the scaling of a sweep as DataFrames, for notebooks, tables and CSV files."""
+"""The trials and the scaling of a sweep as DataFrames, for notebooks and tables, and as CSV files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.sweep.space import point_key
-from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.report.run.figures.frames import Frame, as_column
-from orchestrator.report.sweep.facts import other_swept, series_label, setting_names, train_command
+from orchestrator.report.sweep.facts import one_line, other_swept, series_label, setting_names, train_command
 from orchestrator.report.sweep.scaling import ScalingSeries, all_series, best_by_devices
 from orchestrator.report.sweep.trials import PLANNED, phase_shares, predicted_hours, trial_settings
 from orchestrator.types import PHASES
@@ -72,7 +71,7 @@ def _metric_names(record: SweepRecord) -> list[str]:
 
 
 def _metric_values(row: TrialRow, metrics: Sequence[str]) -> dict[str, float | None]:
-    return {f"validation_{name}": finite(row.metrics.get(name)) for name in metrics}
+    return {f"validation_{name}": row.metrics.get(name) for name in metrics}
 
 
 def _trial_values(
@@ -86,7 +85,7 @@ def _trial_values(
         # Before the figures: a metric may have the name of one of them.
         **_metric_values(row, metrics),
         **{name: getattr(row, name) for name in FIGURES},
-        **{f"{name}_seconds": finite(row.phases.get(name)) for name in PHASES},
+        **{f"{name}_seconds": row.phases.get(name) for name in PHASES},
         "predicted_hours": predicted_hours(record, row),
         "device": row.device,
         "point": point_key(row.point),
@@ -172,3 +171,39 @@ def _label(series: ScalingSeries, among: Sequence[ScalingSeries]) -> str:
     if series.kind == "best":
         return "best of each number of devices"
     return series_label(series, [other for other in among if other.kind == series.kind])
+
+
+MAX_TEXT_CHARS = 4000
+"""Characters of a text; sweep.jsonl has the whole of it."""
+_FORMULA_STARTS = ("=", "+", "-", "@")
+
+
+def sweep_csv(record: SweepRecord) -> str:
+    """Return one line per trial: status, settings as the plan filled them in, figures, and the
+    point as chosen."""
+    return _csv(trial_frame(record).reset_index())
+
+
+def scaling_csv(record: SweepRecord) -> str:
+    """Return one line per number of devices of each series, and of the best trials."""
+    return _csv(scaling_frame(record).drop(columns="label"))
+
+
+def _csv(frame: Frame) -> str:
+    values = frame.astype(object).where(frame.notna(), None)
+    cells = values.map(_cell).rename(columns=_cell)
+    return cells.to_csv(index=False, lineterminator="\n")
+
+
+def _cell(value: Any) -> str:
+    """Return one line of text that no spreadsheet takes for a formula."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    # Text, since pandas would turn a column of integers with gaps into floats.
+    if isinstance(value, int | float):
+        return str(value)
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    line = one_line(text, MAX_TEXT_CHARS)
+    return f"'{line}" if line.startswith(_FORMULA_STARTS) else line

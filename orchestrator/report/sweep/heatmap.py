@@ -1,4 +1,4 @@
-"""The objective over two settings as cells of a heat map, for the picture and the page.
+"""The objective over two settings as a heat map, for the picture and the page.
 
 The two settings are those with the largest effect: the part of the objective's variance that a
 setting alone explains, corrected for its number of values. Without the correction a setting drawn
@@ -15,14 +15,23 @@ from typing import Any
 from orchestrator.config.sweep.space import point_key
 from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
-from orchestrator.report.run.figures.frames import Frame
-from orchestrator.report.sweep.facts import (
-    SHORT_STATUS,
-    objective_text,
-    objective_value,
-    short_value,
-    swept_settings,
+from orchestrator.report.draw.marks import (
+    CARD,
+    MUTED,
+    Box,
+    Color,
+    Group,
+    Hatch,
+    Mark,
+    Plot,
+    Text,
+    Tick,
+    area,
+    series_color,
 )
+from orchestrator.report.run.figures.frames import Frame
+from orchestrator.report.sweep import facts
+from orchestrator.report.sweep.facts import SHORT_STATUS
 
 MAX_LEVELS = 8
 """A setting with more numbers than this is divided into bins."""
@@ -30,6 +39,13 @@ NUM_BINS = 6
 MAX_WORDS = 12
 LOG_RATIO = 8.0
 """Positive numbers whose largest is at least this many times the smallest get a logarithmic scale."""
+CELL_PX = 42
+MIN_CELL_PX = 64
+BEST = series_color(1)
+WORST_SHARE = 0.04
+BEST_SHARE = 0.5
+"""Share of the colour in the best cell: the text on it stays readable, light and dark."""
+MAX_NAME_CHARS = 24
 _WORST_FIRST = ("out_of_memory", "failed", "infeasible", "stopped")
 
 
@@ -44,51 +60,91 @@ class Levels:
         return self.places[_key(value)]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """The best trial of a cell; without a completed one only a text that says why."""
-
-    text: str
-    value: float | None = None
-    strength: float = 0.0
-    """From 0, the worst cell, to 1, the best."""
-    trial: int | None = None
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Cells by row and column. ``y`` is empty if only one setting was swept."""
-
-    x: str
-    y: str
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    cells: tuple[tuple[Cell, ...], ...]
-    others: tuple[str, ...]
-    """Swept settings that the map does not show: each cell has the best trial over them."""
-
-
-def heat_map(record: SweepRecord) -> HeatMap | None:
-    """Return the heat map; None if nothing was swept or measured."""
-    names = swept_settings(record)
+def heat_map(record: SweepRecord) -> Plot | None:
+    """Return the heat map; None if nothing was swept or measured. A cell has its best trial over the settings
+    that the map does not show; without a completed trial it says why."""
+    names = facts.swept_settings(record)
     if not names or not record.ranked():
         return None
     chosen = sorted(names, key=lambda name: -setting_effect(record, name))[:2]
     levels = {name: setting_levels([row.point.get(name) for row in record.rows]) for name in chosen}
     # The setting with more values goes along the longer side.
-    x, *rest = sorted(chosen, key=lambda name: -len(levels[name].labels))
-    y = rest[0] if rest else ""
-    y_levels = levels[y] if y else Levels(("",), {})
-    y_places = [y_levels.place(row.point.get(y)) if y else 0 for row in record.rows]
-    x_places = [levels[x].place(row.point.get(x)) for row in record.rows]
-    return HeatMap(
-        x=x,
-        y=y,
-        columns=levels[x].labels,
-        rows=y_levels.labels,
-        cells=_cells(record, x_places, y_places, (len(y_levels.labels), len(levels[x].labels))),
-        others=tuple(name for name in names if name not in chosen),
+    shown = sorted(chosen, key=lambda name: -len(levels[name].labels))
+    x, y = shown if len(shown) == 2 else (shown[0], "")
+    columns = levels[x].labels
+    rows = levels[y].labels if y else ("",)
+    title = f"{facts.objective_name(record).capitalize()} by {' and '.join(map(facts.name_text, shown))}"
+    others = [facts.name_text(name) for name in names if name not in chosen]
+
+    def place(row: TrialRow) -> tuple[int, int]:
+        return (levels[y].place(row.point.get(y)) if y else 0, levels[x].place(row.point.get(x)))
+
+    return Plot(
+        title,
+        tuple(_cells(record, {row.trial: place(row) for row in record.rows}, (len(rows), len(columns)))),
+        title,
+        unit=facts.one_line(f"best over {', '.join(others)}", 66) if others else "",
+        x_label=facts.name_text(x),
+        y_label=facts.name_text(y) if y else "",
+        x_ticks=_centred(columns),
+        y_ticks=tuple((1 - middle, text) for middle, text in _centred(rows)),
+        height=CELL_PX * len(rows),
+        min_width=MIN_CELL_PX * len(columns),
     )
+
+
+def _centred(texts: Sequence[str]) -> tuple[Tick, ...]:
+    """Return a tick in the middle of each column."""
+    return tuple(
+        ((place + 0.5) / len(texts), facts.one_line(text, MAX_NAME_CHARS)) for place, text in enumerate(texts)
+    )
+
+
+def _cells(record: SweepRecord, places: Mapping[int, tuple[int, int]], shape: tuple[int, int]) -> list[Mark]:
+    """Return each cell with its best trial, else with the worst end of its trials."""
+    best: dict[tuple[int, int], TrialRow] = {}
+    for row in record.ranked():
+        best.setdefault(places[row.trial], row)
+    scores = [row.score(record.objective) or 0.0 for row in best.values()]
+    ends: dict[tuple[int, int], set[str]] = {}
+    for row in record.rows:
+        ends.setdefault(places[row.trial], set()).add(row.status)
+    height, width = shape
+    marks: list[Mark] = []
+    for y in range(height):
+        for x in range(width):
+            box = (x / width, 1 - (y + 1) / height, (x + 1) / width, 1 - y / height)
+            row = best.get((y, x))
+            if row is not None:
+                marks.append(_measured_cell(record, row, (min(scores), max(scores)), box))
+            else:
+                found = ends.get((y, x), ())
+                marks += _empty_cell(next((end for end in _WORST_FIRST if end in found), ""), box)
+    return marks
+
+
+def _measured_cell(record: SweepRecord, row: TrialRow, span: tuple[float, float], box: Box) -> Group:
+    """Return a cell, stronger with a better result; that of the best trial has a frame."""
+    worst, best = span
+    score = row.score(record.objective) or 0.0
+    strength = relative_place(score, worst, best, is_log(worst, best)) if best > worst else 1.0
+    ground = area(box, Color("c0", WORST_SHARE + (BEST_SHARE - WORST_SHARE) * strength), CARD, 2.0)
+    text = facts.objective_text(record, facts.objective_value(record, row) or 0.0)
+    left, lower, right, upper = box
+    label = Text(((left + right) / 2, (lower + upper) / 2), text, room=right - left)
+    # The cell with the frame stays a little apart from its neighbours.
+    inset_x, inset_y = (0.03 * (right - left), 0.06 * (upper - lower))
+    frame = area((left + inset_x, lower + inset_y, right - inset_x, upper - inset_y), None, BEST, 2.5)
+    return Group((ground, *((frame,) if strength == 1 else ()), label), f"trial {row.trial}")
+
+
+def _empty_cell(end: str, box: Box) -> list[Mark]:
+    """Return a cell without a result; hatched if trials of it ended in another way."""
+    left, lower, right, upper = box
+    if not end:
+        return [area(box, Color("c0", 0.0), CARD, 2.0)]
+    label = Text(((left + right) / 2, (lower + upper) / 2), SHORT_STATUS[end], room=right - left, color=MUTED)
+    return [Hatch(box), area(box, None, CARD, 2.0), label]
 
 
 def setting_effect(record: SweepRecord, name: str) -> float:
@@ -132,11 +188,11 @@ def setting_levels(values: Sequence[Any]) -> Levels:
         places, labels = _bins(numbers)
     else:
         places = {_key(value): place for place, value in enumerate(numbers)}
-        labels = [short_value(value) for value in numbers]
+        labels = [facts.short_value(value) for value in numbers]
     for value in distinct.values():
         if not is_number(value):
             places[_key(value)] = min(len(labels), MAX_WORDS)
-            labels.append(short_value(value))
+            labels.append(facts.short_value(value))
     if len(labels) > MAX_WORDS:
         labels = [*labels[:MAX_WORDS], "others"]
     return Levels(tuple(labels), places)
@@ -167,50 +223,6 @@ def is_log(low: float, high: float) -> bool:
 def relative_place(number: float, low: float, high: float, log: bool) -> float:
     """Return the place of a number between two, from 0 to 1."""
     return math.log(number / low) / math.log(high / low) if log else (number - low) / (high - low)
-
-
-def _cells(
-    record: SweepRecord, x_places: Sequence[int], y_places: Sequence[int], shape: tuple[int, int]
-) -> tuple[tuple[Cell, ...], ...]:
-    import pandas as pd
-
-    trials: Frame = pd.DataFrame({"y": y_places, "x": x_places, "trial": [row.trial for row in record.rows]})
-    scores = {row.trial: row.score(record.objective) for row in record.ranked()}
-    trials["score"] = trials["trial"].map(scores)
-    ends = [_WORST_FIRST.index(row.status) if row.status in _WORST_FIRST else None for row in record.rows]
-    trials["end"] = pd.Series(ends, dtype="Int64")
-    # After sorting, the first trial of each cell is its best, or the one with the worst end.
-    best = _by_cell(
-        trials.dropna(subset="score")
-        .sort_values(["score", "trial"], ascending=[False, True])
-        .drop_duplicates(["y", "x"]),
-        "trial",
-    )
-    worst_end = _by_cell(trials.dropna(subset="end").sort_values("end").drop_duplicates(["y", "x"]), "end")
-    rows = {row.trial: row for row in record.rows}
-    cell_scores = [scores[trial] or 0.0 for trial in best.values()]
-    span = (min(cell_scores), max(cell_scores))
-
-    def cell(place: tuple[int, int]) -> Cell:
-        if place in best:
-            return _measured_cell(record, rows[best[place]], span)
-        return Cell(SHORT_STATUS[_WORST_FIRST[worst_end[place]]] if place in worst_end else "")
-
-    height, width = shape
-    return tuple(tuple(cell((y, x)) for x in range(width)) for y in range(height))
-
-
-def _by_cell(trials: Frame, column: str) -> dict[tuple[int, int], int]:
-    places = zip(trials["y"].tolist(), trials["x"].tolist(), strict=True)
-    return dict(zip(places, trials[column].tolist(), strict=True))
-
-
-def _measured_cell(record: SweepRecord, row: TrialRow, span: tuple[float, float]) -> Cell:
-    worst, best = span
-    score = row.score(record.objective) or 0.0
-    strength = relative_place(score, worst, best, is_log(worst, best)) if best > worst else 1.0
-    value = objective_value(record, row)
-    return Cell(objective_text(record, value or 0.0), value, strength, row.trial)
 
 
 def is_number(value: Any) -> bool:

@@ -10,19 +10,8 @@ from rich.cells import cell_len
 
 from orchestrator.record.files.ledger import SweepRecord
 from orchestrator.report.run.figures.frames import Frame
-from orchestrator.report.sweep.facts import (
-    STATUS_WORDS,
-    edge_text,
-    is_python_task,
-    name_text,
-    one_line,
-    sentence,
-    setting_names,
-    setting_text,
-    title,
-    train_command,
-    tuned_command,
-)
+from orchestrator.report.sweep import facts
+from orchestrator.report.sweep.facts import STATUS_WORDS
 from orchestrator.report.sweep.frames import scaling_frame
 from orchestrator.report.sweep.scaling import best_by_devices
 from orchestrator.report.sweep.scaling_text import UNKNOWN, against_text, scaling_texts
@@ -42,7 +31,7 @@ _SECTIONS = {
 def scaling_md(record: SweepRecord) -> str:
     """Return the Markdown page."""
     frame = scaling_frame(record)
-    parts = [f"# Scaling: {escaped(title(record))}", escaped(sentence(record), 2000)]
+    parts = [f"# Scaling: {escaped(facts.title(record))}", escaped(facts.sentence(record), 2000)]
     parts += _best_section(record, frame[frame["scaling"] == "best"])
     for kind, (name, explanation) in _SECTIONS.items():
         parts += _series_section(record, name, explanation, frame[frame["scaling"] == kind])
@@ -54,17 +43,22 @@ def _best_section(record: SweepRecord, points: Frame) -> list[str]:
     if not best:
         return ["No trial completed with a result, so there is nothing to compare."]
     parts = ["## Best setting of each number of devices"]
-    parts += [f"The best trial is {escaped(edge_text(record), 2000)}."] if edge_text(record) else []
+    parts += (
+        [f"The best trial is {escaped(facts.edge_text(record), 2000)}."] if facts.edge_text(record) else []
+    )
     if len(points) > 1:
         parts.append(f"Speed-up and efficiency against {against_text(points)}.")
     if len(points):
         parts.append(markdown_table(scaling_texts(record, points)))
-    is_python = is_python_task(record)
+    is_python = facts.is_python_task(record)
     for devices, row in best.items():
         parts.append(f"{STAR} {devices} {'device' if devices == 1 else 'devices'} (trial {row.trial}):")
-        parts.append(_code(train_command(record, row), "python" if is_python else "sh"))
+        parts.append(_code(facts.train_command(record, row), "python" if is_python else "sh"))
     if not is_python:
-        parts += ["Or the best trial that fits the devices you have:", _code(tuned_command(record), "sh")]
+        parts += [
+            "Or the best trial that fits the devices you have:",
+            _code(facts.tuned_command(record), "sh"),
+        ]
     return parts
 
 
@@ -99,7 +93,7 @@ def _other_trials(record: SweepRecord) -> list[str]:
         {
             "trial": str(row.trial),
             "status": STATUS_WORDS[row.status],
-            **{name_text(name): setting_text(row, name) for name in setting_names(record)},
+            **{facts.name_text(name): facts.setting_text(row, name) for name in facts.setting_names(record)},
             "reason": row.reason or UNKNOWN,
         }
         for row in rows[:MAX_REASONS]
@@ -138,7 +132,7 @@ def _is_figure(cell: str) -> bool:
 
 def escaped(text: str, max_chars: int = 300) -> str:
     """Return text that Markdown shows as it is."""
-    return _MARKUP.sub(r"\\\1", one_line(text, max_chars))
+    return _MARKUP.sub(r"\\\1", facts.one_line(text, max_chars))
 
 
 def _code(command: str, language: str) -> str:

@@ -9,14 +9,22 @@ from pathlib import Path
 from orchestrator.config.sweep.objective import THROUGHPUT
 from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import SweepRecord, TrialRow, read_sweep_record
-from orchestrator.report.draw.markup import esc
+from orchestrator.report.draw.html import (
+    Tile,
+    badge,
+    document,
+    esc,
+    footer,
+    heading,
+    note,
+    page_head,
+    tile_row,
+    with_unit,
+)
+from orchestrator.report.draw.image import png
+from orchestrator.report.draw.marks import Picture, Plot
 from orchestrator.report.draw.page_plot import grid
-from orchestrator.report.draw.write import write_whole
-from orchestrator.report.run.figures.stats import plural
-from orchestrator.report.run.page import PAGE, document
-from orchestrator.report.run.sections import Tile, badge, heading, page_head, tile_row, with_unit
-from orchestrator.report.sweep.csv_files import scaling_csv, sweep_csv
-from orchestrator.report.sweep.drawings import heat_drawing, parallel_drawing
+from orchestrator.report.run.page import PAGE
 from orchestrator.report.sweep.facts import (
     counts_text,
     edge_text,
@@ -40,14 +48,17 @@ from orchestrator.report.sweep.facts import (
     trials_text,
     tuned_command,
 )
+from orchestrator.report.sweep.frames import scaling_csv, sweep_csv
+from orchestrator.report.sweep.heatmap import heat_map
 from orchestrator.report.sweep.markdown import scaling_md
-from orchestrator.report.sweep.plots import draw_pictures
+from orchestrator.report.sweep.parallel_coords import parallel_plot
 from orchestrator.report.sweep.scaling import best_series
 from orchestrator.report.sweep.scaling_plots import scaling_plots
 from orchestrator.report.sweep.scaling_text import efficiency_text
 from orchestrator.report.sweep.tables import scaling_tables, trials_table
-from orchestrator.report.sweep.trials import num_devices, predicted_hours, throughput, throughput_interval
-from orchestrator.types import seconds_text, speed_text
+from orchestrator.report.sweep.trials import num_devices, predicted_hours, throughput
+from orchestrator.storage.local_files import write_whole
+from orchestrator.types import counted, seconds_text, speed_text
 
 SWEEP_CSV = "sweep.csv"
 SCALING_CSV = "scaling.csv"
@@ -70,9 +81,7 @@ def draw_sweep(folder: Path) -> list[Path]:
 def sweep_page(record: SweepRecord) -> str:
     """Return the page as text."""
     charts = grid(scaling_plots(record))
-    drawings = [
-        drawing for drawing in (heat_drawing(record), parallel_drawing(record)) if drawing is not None
-    ]
+    drawings = [drawing for drawing in (heat_map(record), parallel_plot(record)) if drawing is not None]
     tables = scaling_tables(record)
     body = [
         _header(record),
@@ -121,14 +130,14 @@ def _note(record: SweepRecord) -> str:
     of the grid."""
     remarks = [text[0].upper() + text[1:] for text in (ties_text(record), edge_text(record)) if text]
     if remarks:
-        return f'<div class="card note t-warn">{esc(". ".join(remarks))}.</div>'
+        return note("warn", f"{'. '.join(remarks)}.")
     if record.best() is not None or not record.rows:
         return ""
     text = (
         f"No trial completed with a result ({counts_text(record.rows)}); "
         "the reasons are in the table of trials."
     )
-    return f'<div class="card note t-bad">{esc(text)}</div>'
+    return note("bad", text)
 
 
 def _best_tiles(record: SweepRecord) -> list[Tile]:
@@ -143,7 +152,7 @@ def _best_tiles(record: SweepRecord) -> list[Tile]:
     if speed is not None:
         name = "best samples / s" if record.objective == THROUGHPUT else "samples / s of the best"
         tiles.append((name, speed_text(speed), _spread_text(best)))
-    devices = plural(num_devices(best) or 1, "device", "devices")
+    devices = counted(num_devices(best) or 1, "device")
     settings = point_text(best, swept_settings(record)) or f"on {devices}"
     tiles.append(("best setting", f"<i>trial</i> {best.trial}", settings))
     hours = predicted_hours(record, best)
@@ -153,7 +162,7 @@ def _best_tiles(record: SweepRecord) -> list[Tile]:
 
 
 def _spread_text(row: TrialRow) -> str:
-    interval = throughput_interval(row)
+    interval = row.interval
     return "measured too briefly for an interval" if interval is None else f"± {100 * interval:.1f}%"
 
 
@@ -208,4 +217,25 @@ def _footer(record: SweepRecord) -> str:
     begun = finite(record.header.get("time"))
     if begun is not None and 0 <= begun < 4e9:
         facts.append(f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC")
-    return f"<footer>{esc(' · '.join([*facts, str(record.folder)]))}</footer>"
+    return footer([*facts, record.folder])
+
+
+def draw_pictures(record: SweepRecord, folder: Path) -> list[Path]:
+    """Write every picture that the sweep has data for; remove an old one that it has no data for any more."""
+    name = title(record)
+    pictures = {
+        "scaling.png": _picture(f"Scaling of {name}", scaling_plots(record), 2),
+        "heatmap.png": _picture(f"Settings of {name}", [heat_map(record)]),
+        "parallel_coordinates.png": _picture(f"Trials of {name}", [parallel_plot(record)]),
+    }
+    written = []
+    for file, picture in pictures.items():
+        if picture is None:
+            (folder / file).unlink(missing_ok=True)
+        else:
+            written.append(write_whole(folder / file, png(picture)))
+    return written
+
+
+def _picture(title_: str, plots: list[Plot | None] | list[Plot], num_columns: int = 1) -> Picture | None:
+    return Picture(title_, plots, num_columns) if any(plots) else None

@@ -11,15 +11,17 @@ from typing import Any
 from orchestrator.config.sweep.space import point_key
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.draw.axes import tick_text, ticks
+from orchestrator.report.draw.marks import LINE, Color, Group, Key, Path, Plot, Step, Text, Tick, line
 from orchestrator.report.run.figures.frames import Frame
-from orchestrator.report.sweep.facts import (
-    name_text,
-    objective_name,
-    objective_value,
-    short_value,
-    swept_settings,
+from orchestrator.report.sweep import facts
+from orchestrator.report.sweep.heatmap import (
+    BEST,
+    MAX_NAME_CHARS,
+    is_log,
+    is_number,
+    relative_place,
+    setting_effect,
 )
-from orchestrator.report.sweep.heatmap import is_log, is_number, relative_place, setting_effect
 
 MAX_SETTINGS = 8
 MAX_LINES = 400
@@ -28,58 +30,63 @@ MIN_DISTANCE = 0.052
 """Marks closer than this part of an axis would touch each other."""
 SPREAD = 0.03
 """Largest distance to which lines through one value are spread, so that their number can be seen."""
-
-Mark = tuple[float, str]
-"""A place on an axis, from 0 at its lower end to 1 at its upper, and the text there."""
+MIN_SCALE_PX = 90
+LEFT_AXIS = 0.08
+"""Place of the first axis: its marks are to the left of it."""
+RIGHT_AXIS = 0.96
 
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis: its name, its marks, and the place of each line's value."""
+    """An axis: its name, its marks, and the place of each line's value, from 0 at its lower end to 1."""
 
     name: str
-    marks: tuple[Mark, ...]
+    marks: tuple[Tick, ...]
     places: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Line:
-    """A trial: its place on each axis."""
-
-    row: TrialRow
-    places: tuple[float, ...]
-    strength: float
-    """From 0, the worst trial, to 1, the best."""
-
-
-@dataclass(frozen=True)
-class ParallelPlot:
-    """Lines from the worst to the best; the last scale is that of the objective."""
-
-    scales: tuple[Scale, ...]
-    lines: tuple[Line, ...]
-    best_is_low: bool
-
-
-def parallel_plot(record: SweepRecord) -> ParallelPlot | None:
-    """Return the plot; None with fewer than two trials to compare, or if no setting differs."""
+def parallel_plot(record: SweepRecord) -> Plot | None:
+    """Return the plot; None with fewer than two trials to compare, or if no setting differs. Lines go from
+    the worst trial to the best, which is on top."""
     rows = record.ranked()[:MAX_LINES][::-1]
-    names = swept_settings(record)
+    names = facts.swept_settings(record)
     if len(rows) < 2 or not names:
         return None
     by_effect = sorted(names, key=lambda name: -setting_effect(record, name))
     shown = [name for name in names if name in by_effect[:MAX_SETTINGS]]
-    scales = [_scale(name_text(name), [row.point.get(name) for row in rows]) for name in shown]
-    outcome = numeric_scale(objective_name(record), [objective_value(record, row) or 0.0 for row in rows])
+    scales = [_scale(facts.name_text(name), [row.point.get(name) for row in rows]) for name in shown]
+    outcome = numeric_scale(
+        facts.objective_name(record), [facts.objective_value(record, row) or 0.0 for row in rows]
+    )
     best_is_low = record.criterion.mode == "min"
-    strengths = [1 - place if best_is_low else place for place in outcome.places]
-    places_by_scale = [*(_spread_apart(scale.places) for scale in scales), outcome.places]
-    places_by_line = zip(*places_by_scale, strict=True)
-    lines = [
-        Line(row, places, strength)
-        for row, places, strength in zip(rows, places_by_line, strengths, strict=True)
+    places_by_line = zip(*(_spread_apart(scale.places) for scale in scales), outcome.places, strict=True)
+    scales.append(outcome)
+    xs = [LEFT_AXIS + (RIGHT_AXIS - LEFT_AXIS) * index / (len(scales) - 1) for index in range(len(scales))]
+    curves = []
+    for row, places, value in zip(rows, places_by_line, outcome.places, strict=True):
+        strength = 1 - value if best_is_low else value
+        points = list(zip(xs, map(_y, places), strict=True))
+        curve = _curve(points, strength, is_best=row is rows[-1])
+        curves.append(Group((curve,), _line_text(record, row, names)))
+    axes = [line((x, _y(-SPREAD)), (x, _y(1 + SPREAD)), stroke=LINE, width=1.5) for x in xs]
+    labels = [
+        Text((x - 0.006, _y(place)), facts.one_line(text, 20), "right", Color("soft"), is_tag=True)
+        for x, scale in zip(xs, scales, strict=True)
+        for place, text in scale.marks
     ]
-    return ParallelPlot((*scales, outcome), tuple(lines), best_is_low)
+    direction = "lower" if best_is_low else "higher"
+    return Plot(
+        "Settings and outcome",
+        (*axes, *curves, *labels),
+        f"{len(rows)} trials over {', '.join(scale.name for scale in scales)}",
+        unit=f"a line for each trial, stronger with {direction} {outcome.name}",
+        keys=(Key("best", BEST),),
+        x_ticks=tuple(
+            (x, facts.one_line(scale.name, MAX_NAME_CHARS)) for x, scale in zip(xs, scales, strict=True)
+        ),
+        height=330,
+        min_width=MIN_SCALE_PX * len(scales),
+    )
 
 
 def _scale(name: str, values: Sequence[Any]) -> Scale:
@@ -96,7 +103,7 @@ def word_scale(name: str, values: Sequence[Any]) -> Scale:
 
     ordered = sorted(distinct, key=order)
     places = {key: (place + 0.5) / len(ordered) for place, key in enumerate(ordered)}
-    marks = [(places[key], short_value(distinct[key])) for key in ordered]
+    marks = [(places[key], facts.short_value(distinct[key])) for key in ordered]
     return Scale(name, _readable(marks), tuple(places[point_key({"": value})] for value in values))
 
 
@@ -124,7 +131,7 @@ def _round_marks(low: float, high: float, log: bool) -> list[float]:
     return [mark for mark in marks if low <= mark <= high]
 
 
-def _readable(marks: Sequence[Mark]) -> tuple[Mark, ...]:
+def _readable(marks: Sequence[Tick]) -> tuple[Tick, ...]:
     """Return the marks at both ends, and those between that touch no other."""
     if len(marks) < 2:
         return tuple(marks)
@@ -152,3 +159,25 @@ def _spread_apart(places: Sequence[float]) -> tuple[float, ...]:
     # From -reach for the first line through a value to +reach for the last.
     offset = reach * (2 * same.cumcount() / (count - 1) - 1)
     return tuple(column.where(count == 1, column + offset).tolist())
+
+
+def _y(place: float) -> float:
+    """Return a place within the plot, although lines through the ends of an axis are spread apart too."""
+    return (place + SPREAD) / (1 + 2 * SPREAD)
+
+
+def _line_text(record: SweepRecord, row: TrialRow, names: Sequence[str]) -> str:
+    outcome = facts.objective_text(record, facts.objective_value(record, row) or 0.0)
+    settings = ", ".join(f"{facts.name_text(name)} {facts.setting_text(row, name)}" for name in names)
+    return f"trial {row.trial}: {settings}: {outcome} {facts.objective_name(record)}"
+
+
+def _curve(points: Sequence[tuple[float, float]], strength: float, is_best: bool) -> Path:
+    """Return a curve that crosses each axis horizontally, so that lines through one value stay apart."""
+    steps: list[Step] = [("M", (points[0],))]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        bend = 0.42 * (x1 - x0)
+        steps.append(("C", ((x0 + bend, y0), (x1 - bend, y1), (x1, y1))))
+    if is_best:
+        return Path(tuple(steps), BEST, width=3.2)
+    return Path(tuple(steps), Color("c0", 0.15 + 0.85 * strength, "line"), width=1.4)

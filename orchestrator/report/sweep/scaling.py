@@ -18,7 +18,6 @@ from orchestrator.report.sweep.trials import (
     is_count,
     num_devices,
     throughput,
-    throughput_interval,
     trial_settings,
 )
 
@@ -128,7 +127,7 @@ def measured_trials(record: SweepRecord) -> Frame:
             "devices": pd.array([num_devices(row) for row in record.rows], dtype="Int64"),
             "strategy": [row.strategy or "" for row in record.rows],
             "samples_per_second": pd.array([throughput(row) for row in record.rows], dtype="Float64"),
-            "interval": pd.Series([throughput_interval(row) for row in record.rows], dtype="float64"),
+            "interval": pd.Series([row.interval for row in record.rows], dtype="float64"),
         }
     )
     completed = trials[trials["status"] == "completed"].drop(columns="status")

@@ -7,18 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.config.sweep.objective import THROUGHPUT, VALIDATION_LOSS
-from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
 from orchestrator.report.run.figures.frames import Frame
-from orchestrator.report.sweep.facts import (
-    hours_text,
-    name_text,
-    objective_name,
-    objective_value,
-    other_swept,
-    rate_text,
-    short_value,
-)
+from orchestrator.report.sweep import facts
 from orchestrator.report.sweep.trials import num_devices, phase_shares, trial_settings
 from orchestrator.types import PHASES, bytes_text
 
@@ -33,7 +24,7 @@ def scaling_texts(record: SweepRecord, frame: Frame) -> Frame:
     import pandas as pd
 
     rows = {row.trial: row for row in record.rows}
-    names = [*SCALING_SETTINGS, *other_swept(record)]
+    names = [*SCALING_SETTINGS, *facts.other_swept(record)]
     has_loss = _has_loss(record)
     has_metric = record.objective not in (THROUGHPUT, VALIDATION_LOSS)
     cells = []
@@ -41,7 +32,7 @@ def scaling_texts(record: SweepRecord, frame: Frame) -> Frame:
         row = rows[point["trial"]]
         quality = {"validation loss": loss_text(row)} if has_loss else {}
         if has_metric:
-            quality[objective_name(record)] = _figure_text(objective_value(record, row))
+            quality[facts.objective_name(record)] = _figure_text(facts.objective_value(record, row))
         cells.append(
             {"devices": str(point["devices"])}
             | _setting_cells(row, names)
@@ -53,18 +44,21 @@ def scaling_texts(record: SweepRecord, frame: Frame) -> Frame:
 
 def _setting_cells(row: TrialRow, names: Sequence[str]) -> dict[str, str]:
     settings = trial_settings(row)
-    return {name_text(name): short_value(settings[name]) if name in settings else UNKNOWN for name in names}
+    return {
+        facts.name_text(name): facts.short_value(settings[name]) if name in settings else UNKNOWN
+        for name in names
+    }
 
 
 def _figure_cells(row: TrialRow, point: Mapping[Any, Any]) -> dict[str, str]:
     is_base = point["devices"] == point["against_devices"]
     return {
-        "samples/s": rate_text(_known(point["samples_per_second"]), _known(point["interval"])),
+        "samples/s": facts.rate_text(_known(point["samples_per_second"]), _known(point["interval"])),
         "speed-up": "1×" if is_base else f"{point['speedup']:.2f}×",
         "efficiency": efficiency_text(point["efficiency"], point["efficiency_interval"]),
         "memory": memory_text(row.peak_memory_bytes),
         PHASES_COLUMN: phases_text(phase_shares(row)),
-        "whole run": hours_text(_known(point["predicted_hours"])),
+        "whole run": facts.hours_text(_known(point["predicted_hours"])),
         "trial": str(row.trial),
     }
 
@@ -80,8 +74,7 @@ def efficiency_text(efficiency: float, interval: float) -> str:
 
 
 def memory_text(peak_bytes: float | None) -> str:
-    peak = finite(peak_bytes)
-    return bytes_text(peak) if peak else UNKNOWN
+    return bytes_text(peak_bytes) if peak_bytes else UNKNOWN
 
 
 def phases_text(shares: Mapping[str, float]) -> str:
@@ -92,7 +85,7 @@ def phases_text(shares: Mapping[str, float]) -> str:
 
 
 def loss_text(row: TrialRow) -> str:
-    return _figure_text(finite(row.validation_loss))
+    return _figure_text(row.validation_loss)
 
 
 def _figure_text(figure: float | None) -> str:
@@ -110,4 +103,4 @@ def against_text(frame: Frame) -> str:
 
 
 def _has_loss(record: SweepRecord) -> bool:
-    return any(finite(row.validation_loss) is not None for row in record.rows if num_devices(row) is not None)
+    return any(row.validation_loss is not None for row in record.rows if num_devices(row) is not None)

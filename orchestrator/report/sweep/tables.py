@@ -10,20 +10,17 @@ from typing import Any
 from orchestrator.config.sweep.objective import THROUGHPUT, VALIDATION_LOSS
 from orchestrator.record.events.decoding import finite
 from orchestrator.record.files.ledger import STATUSES, SweepRecord, TrialRow
-from orchestrator.report.draw.markup import esc, header_cell, table
-from orchestrator.report.run.bars import PART_COLORS
-from orchestrator.report.run.figures.frames import Frame
-from orchestrator.report.sweep.facts import (
-    STATUS_WORDS,
-    hours_text,
-    name_text,
-    objective_name,
-    objective_value,
-    one_line,
-    other_swept,
-    setting_names,
-    setting_text,
+from orchestrator.report.draw.html import (
+    esc,
+    folded,
+    header_cell,
+    part_color,
+    search_box,
+    table,
 )
+from orchestrator.report.run.figures.frames import Frame
+from orchestrator.report.sweep import facts
+from orchestrator.report.sweep.facts import STATUS_WORDS
 from orchestrator.report.sweep.frames import scaling_frame
 from orchestrator.report.sweep.heatmap import is_number
 from orchestrator.report.sweep.scaling_text import (
@@ -40,7 +37,6 @@ from orchestrator.report.sweep.trials import (
     phase_shares,
     predicted_hours,
     throughput,
-    throughput_interval,
     trial_settings,
 )
 from orchestrator.types import PHASES, seconds_text, speed_text
@@ -63,7 +59,6 @@ _TITLES = {
 }
 _TEXT_COLUMNS = {"strategy", "precision", PHASES_COLUMN}
 _BEST = ' class="best"'
-_REST_COLOR = 5
 
 
 def scaling_tables(record: SweepRecord) -> str:
@@ -91,25 +86,17 @@ def _scaling_table(record: SweepRecord, kind: str, points: Frame) -> str:
             is_marked = kind != "best" and bool(point["best_of_its_devices"])
             body.append(_scaling_row(rows[point["trial"]], texts.loc[place].to_dict(), is_marked))
     cut = f", the {MAX_SERIES} fastest of {len(numbers)} series" if len(numbers) > MAX_SERIES else ""
-    alike = "".join(f"; {esc(name)} {esc(value)}" for name, value in common.items())
-    summary = f"{_TITLES[kind]} <small>against {esc(against_text(points))}{cut}{alike}</small>"
+    alike = "".join(f"; {name} {value}" for name, value in common.items())
+    remark = f"against {against_text(points)}{cut}{alike}"
     keys = _phase_keys([rows[trial] for trial in points["trial"]])
-    return _card(
-        summary,
-        table(_TITLES[kind], head, "".join(body), "dense") + keys,
-        is_open=len(points) <= MAX_OPEN_ROWS,
-    )
+    shown = table(_TITLES[kind], head, "".join(body), "dense") + keys
+    return folded(_TITLES[kind], remark, shown, is_open=len(points) <= MAX_OPEN_ROWS)
 
 
 def _common_settings(record: SweepRecord, texts: Frame) -> dict[str, str]:
     """Return the settings that are the same in all rows: they need no columns."""
-    names = [name_text(name) for name in (*SCALING_SETTINGS, *other_swept(record))]
+    names = [facts.name_text(name) for name in (*SCALING_SETTINGS, *facts.other_swept(record))]
     return {name: texts[name].iloc[0] for name in names if texts[name].nunique() == 1}
-
-
-def _card(summary: str, content: str, is_open: bool) -> str:
-    state = " open" if is_open else ""
-    return f'<details class="card"{state}><summary>{summary}</summary>{content}</details>'
 
 
 def _short(name: str) -> str:
@@ -136,9 +123,7 @@ def phase_bar(row: TrialRow) -> str:
     if not shares:
         return UNKNOWN
     parts = "".join(
-        f'<i style="--c:var(--c{PART_COLORS.get(name, _REST_COLOR)});flex:{shares[name]:.4f}"></i>'
-        for name in PHASES
-        if shares.get(name)
+        f'<i style="{part_color(name)};flex:{shares[name]:.4f}"></i>' for name in PHASES if shares.get(name)
     )
     rest = max(0.0, 1 - sum(shares.values()))
     description = esc(f"{' / '.join(PHASES)}: {phases_text(shares)} %")
@@ -151,9 +136,7 @@ def phase_bar(row: TrialRow) -> str:
 def _phase_keys(rows: Sequence[TrialRow]) -> str:
     used = {name for row in rows for name in phase_shares(row)}
     keys = "".join(
-        f'<span class="key" style="--c:var(--c{PART_COLORS.get(name, _REST_COLOR)})">{name}</span>'
-        for name in PHASES
-        if name in used
+        f'<span class="key" style="{part_color(name)}">{name}</span>' for name in PHASES if name in used
     )
     return f'<div class="parts">{keys}</div>' if keys else ""
 
@@ -194,31 +177,28 @@ def trials_table(record: SweepRecord) -> str:
     )
     body = [_trial_row(row, columns, bool(best) and row is best[0]) for row in rows[:MAX_TRIALS]]
     cut = f", {MAX_TRIALS} shown, all in sweep.csv" if len(rows) > MAX_TRIALS else ""
-    search_box = (
-        '<input class="filter" type="search" placeholder="Filter by words of a row; click a column to sort" '
-        'aria-label="Filter trials">'
-    )
+    search = search_box("Filter by words of a row; click a column to sort", "Filter trials")
     shown = table("Trials", head, "".join(body), "dense sortable")
-    return _card(f"Trials <small>{len(rows)}{cut}</small>", search_box + shown, is_open=True)
+    return folded("Trials", f"{len(rows)}{cut}", search + shown, is_open=True)
 
 
 def _columns(record: SweepRecord) -> list[_Column]:
-    names = setting_names(record)
+    names = facts.setting_names(record)
     columns = [_figure("#", lambda row: row.trial, _integer), _STATUS]
     columns += [_setting_column(name, record) for name in names]
     if "workers" not in names:
         columns.append(_figure("devices", num_devices, _integer))
-    if any(finite(row.validation_loss) is not None for row in record.rows):
+    if any(row.validation_loss is not None for row in record.rows):
         columns.append(_measured("validation loss", lambda row: row.validation_loss, "{:.4g}".format))
     if record.objective not in (THROUGHPUT, VALIDATION_LOSS):
-        value = partial(objective_value, record)
-        columns.append(_measured(objective_name(record), value, "{:.4g}".format))
+        value = partial(facts.objective_value, record)
+        columns.append(_measured(facts.objective_name(record), value, "{:.4g}".format))
     columns += [
         replace(_measured("samples/s", throughput, speed_text), first_order="descending"),
         _measured("± %", _interval_percent, "{:.1f}".format),
         _measured("step", lambda row: row.step_seconds, seconds_text),
         _measured("memory", lambda row: row.peak_memory_bytes, memory_text),
-        _measured("whole run", lambda row: predicted_hours(record, row), hours_text),
+        _measured("whole run", lambda row: predicted_hours(record, row), facts.hours_text),
         _figure("cost", lambda row: row.seconds or None, seconds_text),
     ]
     return columns
@@ -229,20 +209,20 @@ def _integer(value: float) -> str:
 
 
 def _interval_percent(row: TrialRow) -> float | None:
-    interval = throughput_interval(row)
+    interval = row.interval
     return None if interval is None else 100 * interval
 
 
 def _setting_column(name: str, record: SweepRecord) -> _Column:
     def text(row: TrialRow) -> str:
-        return setting_text(row, name)
+        return facts.setting_text(row, name)
 
     def value(row: TrialRow) -> Any:
         used = trial_settings(row).get(name, row.point.get(name))
         return used if is_number(used) else text(row)
 
     has_numbers = any(is_number(row.point.get(name)) for row in record.rows)
-    return _Column(name_text(name), text, value, is_figure=has_numbers)
+    return _Column(facts.name_text(name), text, value, is_figure=has_numbers)
 
 
 def _figure(name: str, figure: Callable[[TrialRow], Any], text: Callable[[float], str]) -> _Column:
@@ -275,7 +255,7 @@ def _trial_row(row: TrialRow, columns: Sequence[_Column], is_best: bool) -> str:
 def _trial_cell(row: TrialRow, column: _Column) -> str:
     shown = esc(column.text(row))
     if column is _STATUS:
-        reason = f' title="{esc(one_line(row.reason))}"' if row.reason else ""
+        reason = f' title="{esc(facts.one_line(row.reason))}"' if row.reason else ""
         shown = f'<span class="end-of t-{TONES[row.status]}"{reason}>{shown}</span>'
     return f'<td{_class(column.is_figure)} data-value="{esc(column.value(row))}">{shown}</td>'
 
@@ -286,7 +266,7 @@ def _cells_with_reason(row: TrialRow, columns: Sequence[_Column]) -> str:
     The covered cells stay, hidden: the script sorts columns by the index of a cell.
     """
     covered = [column for column in columns if column.is_measured]
-    reason = f'<td class="wrap" colspan="{len(covered)}" data-value="">{esc(one_line(row.reason))}</td>'
+    reason = f'<td class="wrap" colspan="{len(covered)}" data-value="">{esc(facts.one_line(row.reason))}</td>'
     cells = []
     for column in columns:
         if column is covered[0]:

@@ -44,14 +44,7 @@ def num_devices(row: TrialRow) -> int | None:
 
 def throughput(row: TrialRow) -> float | None:
     """Return the samples per second; None if they were not measured."""
-    speed = finite(row.samples_per_second)
-    return speed if speed is not None and speed > 0 else None
-
-
-def throughput_interval(row: TrialRow) -> float | None:
-    """Return half the width of the throughput's 95 % interval, as a fraction of the throughput."""
-    interval = finite(row.interval)
-    return interval if interval is not None and interval >= 0 else None
+    return row.samples_per_second or None
 
 
 def predicted_hours(record: SweepRecord, row: TrialRow) -> float | None:
@@ -76,12 +69,8 @@ def predicted_hours(record: SweepRecord, row: TrialRow) -> float | None:
 
 def phase_shares(row: TrialRow) -> dict[str, float]:
     """Return the fraction of a step by phase; time outside all phases belongs to none."""
-    seconds = {str(name): finite(value) for name, value in row.phases.items()}
-    phases = {name: value for name, value in seconds.items() if value is not None and value >= 0}
-    step_seconds = max(sum(phases.values()), finite(row.step_seconds) or 0.0)
-    if step_seconds <= 0:
-        return {}
-    return {name: value / step_seconds for name, value in phases.items()}
+    step_seconds = max(sum(row.phases.values()), row.step_seconds or 0.0)
+    return {name: value / step_seconds for name, value in row.phases.items()} if step_seconds else {}
 
 
 def is_count(value: Any) -> bool:

@@ -63,7 +63,7 @@ def worker_variables(config: Config) -> dict[str, str]:
 
 
 def host_variables(config: Config) -> dict[str, str]:
-    """Return the same for an expert host; empty if no host may ever be replaced."""
+    """Return the same for a host; empty if no host may ever be replaced."""
     if not config.parallel.max_failures:
         return {}
     return _export_hook((*_HOST_MODULES, *_TASK_MODULES.get(config.task, ())))

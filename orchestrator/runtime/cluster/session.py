@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from time import monotonic, sleep
@@ -21,7 +22,6 @@ from orchestrator.plan.inventory.hardware import inventory, secret_values, visib
 from orchestrator.plan.workers import choose_workers, num_spares
 from orchestrator.redaction import mask
 from orchestrator.runtime.cluster.auth import AUTH_MODE, prepare_token, present_token, warn_if_open
-from orchestrator.runtime.cluster.preload import preloading_planner
 from orchestrator.runtime.ray_internals import (
     fewer_services,
     find_local_cluster,
@@ -294,3 +294,24 @@ def wait_for_slots(workers: int, on_gpu: bool, timeout_s: float, note: Note) -> 
 
                 request_resources(bundles=[{kind: 1}] * workers)
         sleep(0.5)
+
+
+@contextmanager
+def preloading_planner() -> Iterator[None]:
+    """Import torch and the modules that plan a run in a thread, as long as the block waits.
+
+    The block must not use torch, nor import parts of it, as ``ray.init`` does not: it would find
+    modules that are half imported. At its end the imports are complete."""
+    thread = threading.Thread(target=_import_planner, name="preload", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _import_planner() -> None:
+    # The code that needs a module reports the error.
+    with suppress(Exception):
+        import orchestrator.measure.tracing.model_facts
+        import orchestrator.run.prepared_run  # noqa: F401

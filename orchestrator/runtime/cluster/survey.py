@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.plan.inventory.cluster import Cluster, Node
@@ -14,7 +15,7 @@ from orchestrator.plan.inventory.hardware import Inventory, inventory
 from orchestrator.runtime.cluster.session import answers
 from orchestrator.runtime.ray_internals import autoscaler_limits
 
-_INVENTORY_TIMEOUT_S = 60
+_ANSWER_TIMEOUT_S = 60
 _KINDS = ("CPU", "GPU")
 
 RayNode = dict[str, Any]
@@ -31,7 +32,8 @@ def survey(local: Inventory, joined: bool) -> tuple[Cluster, Inventory]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     with_gpus = [node for node in alive if node["Resources"].get("GPU", 0) >= 1]
     remote = [node for node in with_gpus if node["NodeID"] != node_id]
-    inventories = {node_id: local} | _request_inventories(remote)
+    asked = {node["NodeID"]: found for node, found in ask_nodes(remote, inventory)}
+    inventories: dict[str, Inventory] = {node_id: local} | asked
     limits = _reachable_resources(alive) if joined else {}
     nodes = tuple(_node(node, inventories.get(node["NodeID"])) for node in alive)
     cluster = Cluster(nodes, joined, most_gpus=limits.get("GPU"), most_cpus=limits.get("CPU"))
@@ -61,20 +63,27 @@ def _node(node: RayNode, known: Inventory | None) -> Node:
     )
 
 
-def _request_inventories(nodes: list[RayNode]) -> dict[str, Inventory]:
-    """Return the inventories of other nodes, by node id, from a short task on each.
+def ask_nodes(
+    nodes: Iterable[RayNode], function: Callable[..., Any], *arguments: str
+) -> list[tuple[RayNode, Any]]:
+    """Return the answer of each node to a function, from a short task on it.
 
-    Nodes that do not answer are left out.
-    """
-    if not nodes:
-        return {}
-    task = ray.remote(num_cpus=0, max_retries=0)(inventory)
-    calls: dict[str, Any] = {}
+    Nodes that do not answer are left out."""
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    calls: dict[Any, RayNode] = {}
     for node in nodes:
         on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        calls[node["NodeID"]] = task.options(scheduling_strategy=on_node).remote()
-    done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_INVENTORY_TIMEOUT_S)
-    return {node_id: ray.get(call) for node_id, call in calls.items() if call in done}
+        calls[task.options(scheduling_strategy=on_node).remote(*arguments)] = node
+    done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_TIMEOUT_S) if calls else ([], [])
+    answers: list[tuple[RayNode, Any]] = []
+    for call in done:
+        try:
+            answers.append((calls[call], ray.get(call)))
+        except RayTaskError:
+            raise
+        except RayError:
+            continue  # the node has been lost since; no worker will be placed on it
+    return answers
 
 
 def _reachable_resources(alive: Iterable[RayNode]) -> dict[str, int]:

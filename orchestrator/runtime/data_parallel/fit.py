@@ -82,9 +82,13 @@ class WorkerGroup:
         finally:
             self._done.set()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether the group has ended, after the timeout at the latest."""
-        return self._done.wait(timeout_s)
+    def wait(self, timeout_s: float) -> AttemptResult | None:
+        """Return how the group has ended; None if it goes on after the timeout."""
+        if not self._done.wait(timeout_s):
+            return None
+        if self.failure is not None:
+            return AttemptResult(failure=self.failure, error=self.error)
+        return AttemptResult(str((self.value or {}).get("status")))
 
     def close(self) -> None:
         """End ``fit``, unless it has ended by itself."""
@@ -98,29 +102,9 @@ class WorkerGroup:
             disable_auto_connect()
 
 
-class DataParallelRun:
-    """One attempt of a run."""
-
-    def __init__(
-        self,
-        assignment: Assignment,
-        workers: int,
-        gpu: bool,
-        log: EventLog,  # noqa: ARG002
-        recovery_log: RecoveryLog,  # noqa: ARG002
-    ) -> None:
-        self._group = WorkerGroup(train_worker, assignment, workers, gpu)
-
-    def wait(self, timeout_s: float) -> AttemptResult | None:
-        group = self._group
-        if not group.wait(timeout_s):
-            return None
-        if group.failure is not None:
-            return AttemptResult(failure=group.failure, error=group.error)
-        return AttemptResult(str((group.value or {}).get("status")))
-
-    def close(self) -> None:
-        self._group.close()
+def start_attempt(assignment: Assignment, workers: int, gpu: bool, *_: EventLog | RecoveryLog) -> WorkerGroup:
+    """Start the workers of one attempt. Ray Train watches them; the driver alone writes into the logs."""
+    return WorkerGroup(train_worker, assignment, workers, gpu)
 
 
 def _trainer(work: Work, assignment: Assignment, workers: int, gpu: bool) -> LeanTrainer:

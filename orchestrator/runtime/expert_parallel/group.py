@@ -1,4 +1,4 @@
-"""The current group of expert hosts: its calls, heartbeats and snapshots."""
+"""The current group of hosts: its calls, heartbeats and snapshots."""
 
 from __future__ import annotations
 

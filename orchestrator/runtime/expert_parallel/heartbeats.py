@@ -97,7 +97,7 @@ class Heartbeats:
         self._work: dict[str, _Intervals] = {}
         """The times between signs of progress of hosts at work, by phase, over all hosts."""
         self._waits: dict[str, _Intervals] = {}
-        """The same of hosts that wait for their peers."""
+        """The times between signs of progress of hosts that wait for their peers."""
 
     def follow(self, generation: int, members: tuple[int, ...]) -> None:
         """Read the heartbeats of a new group from now on."""

@@ -1,4 +1,4 @@
-"""The pool of expert hosts: devices that are reserved together, with one actor on each.
+"""The pool of hosts: devices that are reserved together, with one actor on each.
 
 A host id names a reserved device. Its actor trains, stands by, or is being started; when it is
 lost, a new actor is started under the same id."""

@@ -1,4 +1,4 @@
-"""An expert host's part of a run, inside the actor.
+"""A host's part of a run, inside the actor.
 
 A host is a member of one group after another, each for as long as all its members live. It trains
 in segments, sends heartbeats from a thread of its own, and begins afresh, from snapshots in memory,
@@ -228,9 +228,9 @@ class _FlushedOutbox:
     def wait_for_space(self, membership: GroupMembership) -> None:
         self.outbox.wait_for_space(membership)
 
-    def put(self, header: Any, experts: Any, dense: Any) -> None:
+    def put(self, header: Any, own: Any, dense: Any) -> None:
         self.flush()
-        self.outbox.put(header, experts, dense)
+        self.outbox.put(header, own, dense)
 
 
 def _prepare(context: HostContext, assignment: Assignment, rank: int) -> PreparedRun:

@@ -1,4 +1,4 @@
-"""Expert parallel: Ray actors that each own a device and hold some of the experts.
+"""Runs with live recovery: Ray actors that each own a device and some of the experts, or a dense model.
 
 The hosts form their group themselves and train in segments of a few seconds. The driver grants
 segments ahead, so that no host waits for it, and can change the group at the end of the last one.
@@ -21,17 +21,18 @@ import ray
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import OrchestratorError
 from orchestrator.plan.host_groups import groups_on
+from orchestrator.record.events import kinds
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.runtime.bootstrap import Assignment
 from orchestrator.runtime.cluster.prestart import host_variables
 from orchestrator.runtime.driver import AttemptResult
+from orchestrator.runtime.expert_parallel.calls import find_unfit
 from orchestrator.runtime.expert_parallel.group import HostGroup
 from orchestrator.runtime.expert_parallel.heartbeats import Heartbeats
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
 from orchestrator.runtime.expert_parallel.host_worker import Segment, SegmentResult
-from orchestrator.runtime.expert_parallel.segments import MAX_GRANTED, SegmentLengths
-from orchestrator.runtime.expert_parallel.snapshot_interval import SnapshotInterval
+from orchestrator.runtime.expert_parallel.segments import MAX_GRANTED, SegmentLengths, SnapshotInterval
 from orchestrator.runtime.expert_parallel.snapshot_store import SnapshotStore
 from orchestrator.runtime.expert_parallel.states import (
     AllClosed,
@@ -60,7 +61,6 @@ from orchestrator.runtime.expert_parallel.states import (
     WaitingForHosts,
     next_state,
 )
-from orchestrator.runtime.expert_parallel.unfit import find_unfit
 from orchestrator.runtime.failures import cause_of
 from orchestrator.runtime.ray_internals import started_cluster
 from orchestrator.runtime.recovery import ExpertGroups, Failure, HostStatus, root_cause
@@ -100,7 +100,7 @@ def _groups_by_hosts(prepared: PreparedRun, most_hosts: int) -> ExpertGroups | N
 
 
 class ExpertParallelRun:
-    """A run on expert hosts, through all its groups, from the first start to the end."""
+    """A run on hosts, through all its groups, from the first start to the end."""
 
     def __init__(
         self, assignment: Assignment, hosts: int, gpu: bool, log: EventLog, recovery_log: RecoveryLog
@@ -190,7 +190,7 @@ class ExpertParallelRun:
         elif perf_counter() > self._start_deadline:
             devices = f"{pool.size} {'GPUs' if self._gpu else 'CPUs'}"
             limit = f"{self._start_limit_s:g} s (--resource-timeout)"
-            self._handle(StartFailed(f"{devices} for the expert hosts were not available within {limit}"))
+            self._handle(StartFailed(f"{devices} for the hosts were not available within {limit}"))
 
     def _wait_for_replacement(self) -> None:
         time.sleep(_PAUSE_SECONDS)
@@ -276,7 +276,9 @@ class ExpertParallelRun:
         costs = self._group.snapshots.take_costs()
         chosen = self._snapshot_interval.segment_done(result.step, result.seconds, costs)
         if chosen is not None:
-            self._log.write("snapshot_interval", step=result.step, every=chosen.value, reason=chosen.reason)
+            self._log.write(
+                kinds.SnapshotInterval(step=result.step, every=chosen.value, reason=chosen.reason)
+            )
 
     def _handle_stopped_group(self) -> None:
         """Each member has stopped, failed or is lost. Report what happened to the state machine."""
@@ -422,4 +424,4 @@ class ExpertParallelRun:
         return [step for step, _ in store.newest_first()]
 
     def _warn(self, kind: str, message: str) -> None:
-        self._log.write("warning", kind=kind, message=message)
+        self._log.write(kinds.Warned(kind=kind, message=message))

@@ -14,7 +14,7 @@ class SnapshotReferences:
     """The header of a host's snapshot, and object references to its parts."""
 
     header: Any
-    experts: Any
+    own: Any
     """None where only the dense part is needed."""
     dense: Any
 
@@ -24,16 +24,16 @@ def references_for(
 ) -> tuple[SnapshotReferences, ...]:
     """Return the references that one host of a new generation may need, the main host's first.
 
-    As many hosts as in the generation of the snapshots keep its placement, so that each needs its own
-    experts and the main host's dense part. Otherwise the hosts place the experts anew once they have
-    joined, and may need those of any host."""
+    As many hosts as in the generation of the snapshots keep its placement and its shards, so that each
+    needs its own part and the main host's dense part. Otherwise the hosts place the experts anew once they
+    have joined, and may need the part of any host."""
     if not references:
         return ()
     header = references[0].header
     if (header.size, header.generation) != (size, generation - 1):
         return tuple(references)
     main, own = references[0], references[rank]
-    return (main,) if rank == 0 else (replace(main, experts=None), own)
+    return (main,) if rank == 0 else (replace(main, own=None), own)
 
 
 class ReferencedSnapshots:
@@ -44,14 +44,14 @@ class ReferencedSnapshots:
 
     @property
     def headers(self) -> list[Any]:
-        return [entry.header for entry in self._references.values() if entry.experts is not None]
+        return [entry.header for entry in self._references.values() if entry.own is not None]
 
     def fetch_dense(self) -> tuple[Any, Any]:
         main = self._references[0]
         return main.header, ray.get(main.dense)
 
-    def fetch_experts(self, rank: int) -> Any:
-        return ray.get(self._references[rank].experts)
+    def fetch_own(self, rank: int) -> Any:
+        return ray.get(self._references[rank].own)
 
     def release(self) -> None:
         """Drop the references: without them the memory can be freed."""

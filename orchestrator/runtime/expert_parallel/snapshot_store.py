@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from orchestrator.runtime.expert_parallel.host_pool import HostPool, is_node_alive
-from orchestrator.runtime.expert_parallel.snapshot_interval import SnapshotCost
+from orchestrator.runtime.expert_parallel.segments import SnapshotCost
 from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotReferences
 from orchestrator.runtime.failures import cause_of
 from orchestrator.types import first_line
@@ -47,7 +47,7 @@ class _Fetch:
     """A call for a host's next snapshot."""
 
     host_id: int
-    experts: Any
+    own: Any
     dense: Any
     actor: Any
 
@@ -118,8 +118,8 @@ class SnapshotStore:
             actor = self._actor(host_id)
             if actor is None or host_id in fetched | incoming | self.dead_hosts:
                 continue
-            header, experts, dense = actor.next_snapshot.remote()
-            self._fetches[header] = _Fetch(host_id, experts, dense, actor)
+            header, own, dense = actor.next_snapshot.remote()
+            self._fetches[header] = _Fetch(host_id, own, dense, actor)
 
     def collect(self) -> None:
         """Take in the snapshots that have arrived."""
@@ -138,7 +138,7 @@ class SnapshotStore:
             # A host may have put a snapshot before it left the last group. Its step may occur in
             # this generation too, with other contents.
             if header.generation == self._generation and header.step not in self._dropped_steps:
-                self._add(fetch.host_id, SnapshotReferences(header, fetch.experts, fetch.dense))
+                self._add(fetch.host_id, SnapshotReferences(header, fetch.own, fetch.dense))
         self._update_complete()
         self._fetch_next()
 
@@ -156,7 +156,7 @@ class SnapshotStore:
             key = header.generation, header.rank, header.step
             actor = self._pool.actor(backup_host)
             complete = (self._complete[1].generation, self.step) if self._complete is not None else None
-            call = actor.store_backup.remote(key, references.experts, references.dense, complete)
+            call = actor.store_backup.remote(key, references.own, references.dense, complete)
             incoming.backup_hosts[header.rank] = backup_host
             incoming.backup_actors[header.rank] = actor
             incoming.backup_calls[header.rank] = call
@@ -225,8 +225,8 @@ class SnapshotStore:
             backup_host = self._actor(complete.backup_hosts.get(rank, -1))
             if backup_host is not complete.backup_actors.get(rank) or backup_host is None:
                 return ()
-            experts, dense = backup_host.load_backup.remote((complete.generation, rank, step))
-            found.append(SnapshotReferences(references.header, experts, dense))
+            own, dense = backup_host.load_backup.remote((complete.generation, rank, step))
+            found.append(SnapshotReferences(references.header, own, dense))
         return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""The life of a run on expert hosts, as a pure state machine.
+"""The life of a run on hosts, as a pure state machine.
 
 States, events and commands are values; ``next_state`` maps a state and an event to the next state and
 the commands to carry out. It knows neither Ray nor torch. ``run`` feeds it events and executes its
@@ -166,7 +166,6 @@ class GroupStopped:
     failures: tuple[Failure, ...]
     hosts: HostStatus
     step: int
-    may_wait: bool = True
 
 
 Event = (
@@ -281,7 +280,6 @@ def _after_failure(state: Leaving, stopped: GroupStopped, limits: RunLimits) -> 
         history,
         max_failures=limits.max_failures,
         repeated=repeated,
-        may_wait=stopped.may_wait,
         groups=limits.groups,
     )
     if isinstance(decision, GiveUp):

@@ -34,7 +34,7 @@ class HostHealth:
     longest_work_s: float = 0.0
     """The longest time that this phase has recently gone without progress, on any host at work."""
     longest_wait_s: float = 0.0
-    """The same, of hosts that waited for their peers."""
+    """The longest time without progress of hosts that waited for their peers."""
 
 
 _PHASE_FACTORS = {"step": 1, "rest": 6, "compile": 360}

@@ -1,7 +1,7 @@
 """Points that Optuna suggests, from the scores of earlier trials.
 
 Spaces of lists use Optuna's Gaussian process (``GPSampler``), other spaces its tree of Parzen
-estimators (``TPESampler``). ``benchmarks/results/search_cpu_2026-11-16.md`` compares them.
+estimators (``TPESampler``). ``benchmarks/LOG.md`` compares them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from orchestrator.config.sweep.space import MAX_POINTS, Point, Space, Values, point_key
+from orchestrator.config.sweep.space import MAX_POINTS, Point, Space, Values, is_number, point_key
 from orchestrator.errors import UserError
 
 _STARTUP_TRIALS = 4
@@ -75,7 +75,7 @@ class OptunaSource:
         if isinstance(domain, Values):
             # By index, because a value may be a tuple or None.
             indices = list(range(len(domain.values)))
-            if listed and _is_numeric(domain.values):
+            if listed and all(map(is_number, domain.values)):
                 return kinds.IntDistribution(0, indices[-1])
             return kinds.CategoricalDistribution(indices)
         if domain.integer:
@@ -158,10 +158,6 @@ class OptunaSource:
 def _choices(domain: Values, ordered: bool) -> list[Any]:
     """Return the values in the order of their indices; numbers of a listed space by size, so
     that near means similar."""
-    if ordered and _is_numeric(domain.values):
+    if ordered and all(map(is_number, domain.values)):
         return sorted(domain.values)
     return list(domain.values)
-
-
-def _is_numeric(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)

@@ -43,8 +43,14 @@ from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.runtime.ray_internals import unpropagated_variables
 from orchestrator.runtime.sweep.devices import SweepDevices
 from orchestrator.runtime.sweep.optuna_search import OptunaSource
-from orchestrator.runtime.sweep.planned_point import planned_point
-from orchestrator.runtime.sweep.search import FixedPoints, NotPickled, PointSource, TrialRules, TrialSearcher
+from orchestrator.runtime.sweep.search import (
+    FixedPoints,
+    NotPickled,
+    PointSource,
+    TrialRules,
+    TrialSearcher,
+    planned_point,
+)
 from orchestrator.runtime.sweep.trial import MAX_RETRIES, SweepTrial
 from orchestrator.runtime.sweep.trial_worker import TrialSetup
 from orchestrator.tasks.load import loads_by_name

@@ -1,4 +1,4 @@
-"""The searcher of Ray Tune: it turns points into numbered trials.
+"""The searcher of Ray Tune: it turns points into numbered trials. And the point that a search begins with.
 
 Points that the ledger holds are not tried again. Points that the devices are not enough for get
 their row at once. Neither reaches Tune.
@@ -6,13 +6,16 @@ their row at once. Neither reaches Tune.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ray.tune.search import Searcher
 
-from orchestrator.config.sweep.space import Point, point_key
+from orchestrator.config.sections.checks import Switch
+from orchestrator.config.settings import Config, flat_names, setting_types
+from orchestrator.config.sweep.space import Domain, Point, Space, Values, is_number, point_key
+from orchestrator.plan.planning import Plan
 from orchestrator.record.files.ledger import TrialRow
 
 _MAX_REPEATED = 200
@@ -137,3 +140,37 @@ class TrialSearcher(NotPickled, Searcher):
 
     def restore(self, checkpoint_path: str) -> None:
         raise NotImplementedError("a sweep continues from its ledger")
+
+
+def planned_point(space: Space, config: Config, plan: Plan) -> Point:
+    """Return the point nearest to the given settings and the plan's choices."""
+    choices = _planned_values(config, plan)
+    for name in space.domains:
+        if setting_types()[name] == Switch:
+            choices[name] = "on" if choices.get(name) else "off"
+    return {name: _nearest(domain, choices.get(name)) for name, domain in space.domains.items()}
+
+
+def _planned_values(config: Config, plan: Plan) -> dict[str, Any]:
+    values = {name: config.value_of(name) for name in flat_names()}
+    values |= {name: choice.value for name, choice in plan.choices().items()}
+    return values | {"parallel_strategy": plan.strategy.value}
+
+
+def _nearest(domain: Domain, value: Any) -> Any:
+    """Return the value of a domain that is nearest to the given one, or its first value."""
+    if isinstance(domain, Values):
+        return _nearest_of_list(domain.values, value)
+    number = domain.low
+    if isinstance(value, int | float):
+        number = min(domain.high, max(domain.low, float(value)))
+    return round(number) if domain.integer else number
+
+
+def _nearest_of_list(values: Sequence[Any], value: Any) -> Any:
+    if value in values:
+        return value
+    numbers = [entry for entry in values if is_number(entry)]
+    if not is_number(value) or not numbers:
+        return values[0]
+    return min(numbers, key=lambda number: abs(number - value))

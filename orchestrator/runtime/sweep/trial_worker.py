@@ -134,11 +134,12 @@ def _plan_trial(setup: TrialSetup, config: Config, task: Any) -> tuple[Plan, Mod
     model_config = replace(config, batch=Config().batch, parallel=Config().parallel)
     key = repr((model_config, precision, device))
     if key not in _MODEL_FACTS:
-        _MODEL_FACTS[key] = model_facts(task, device, precision)
+        _MODEL_FACTS[key] = model_facts(task, device, precision, short_weights=config.device.short_weights)
     facts = _MODEL_FACTS[key]
     threads = trial_threads(setup)
     loader_workers = choose_loader_workers(config, facts, device, threads)
     result = plan(config, inventory, facts, None, setup.cluster)
+    threads = result.threads if config.run.reproducible else threads
     result = replace(result, threads=threads, loader_workers=loader_workers)
     if setup.steps is not None:
         result = replace(result, total_steps=Choice(setup.steps, "--trial-steps"))

@@ -16,8 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.transformers.balance import BalanceCounts, RouterOutputs, balance_loss, pass_counts
-from experts.transformers.router_bias import use_balance_bias
+from experts.transformers.balance import (
+    BalanceCounts,
+    RouterOutputs,
+    balance_loss,
+    pass_counts,
+    use_balance_bias,
+)
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import StepPreview

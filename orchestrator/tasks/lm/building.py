@@ -13,24 +13,28 @@ from torch import nn
 from experts.balance import moe_layers
 from experts.moe.bank import banks_have_memory
 from experts.moe.token_dropout import token_dropouts
-from experts.transformers.files.fingerprint import fingerprint
+from experts.transformers.files.shards import fingerprint
 from experts.transformers.layout import is_experts_module
 from experts.transformers.lora.adapters import LoraOptions, add_lora
+from experts.transformers.lora.packing import pack_frozen
 from experts.transformers.registration import use
+from experts.types import Packing
 from orchestrator.config.sections.model import ModelSettings
 from orchestrator.errors import UserError
 from orchestrator.tasks.lm.model_folder import empty_causal_lm
 
 
-def build_causal_lm(config: Any) -> nn.Module:
+def build_causal_lm(config: Any, packing: Packing | None = None) -> nn.Module:
     """Build the model of a configuration in fp32, with memory that holds no weights yet.
 
     Experts that ours can compute are ours afterwards. In ``without_memory`` they get none: most of them
-    live on other hosts."""
+    live on other hosts. With ``packing`` frozen matrices never have memory for more than 4 or 8 bits."""
     with _parameters_without_memory():
         model: nn.Module = empty_causal_lm(config, dtype=torch.float32)
     if any(is_experts_module(module) for module in model.modules()):
         use(model)
+    if packing is not None:
+        pack_frozen(model, packing)
     banks = [layer.bank for _, layer in moe_layers(model)]
     in_banks = {parameter for bank in banks for parameter in bank.parameters()}
     _allocate(model, in_banks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -14,6 +15,7 @@ from orchestrator.storage.address import as_url
 from orchestrator.storage.local_copy import local_copy
 
 CONFIG = "config.json"
+_QUANTISATION = "quantization_config"
 KEPT = "hf"
 """The folder below a run's with the config and the tokenizer of its model."""
 INSTALL = "pip install 'expert-orchestrator[hf]'"
@@ -57,6 +59,18 @@ def copy_small_files(source: Path, target: Path, without: Collection[str] = ()) 
             is_small = path.is_file() and path.stat().st_size <= _MAX_SMALL_BYTES
             if is_small and not path.name.endswith(_INDEX) and path.name not in without:
                 shutil.copyfile(path, target / path.name)
+    if (target / CONFIG).exists():
+        _leave_out_quantisation(target / CONFIG)
+
+
+def _leave_out_quantisation(path: Path) -> None:
+    """Let a copied config say nothing of the form of its model's weights: those of a run are whole."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return  # the code that builds the model reads it, and names the fault
+    if isinstance(config, dict) and config.pop(_QUANTISATION, None) is not None:
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def keep_small_files(source: Path, run_dir: Path, template: str | None = None) -> None:
@@ -133,12 +147,16 @@ def load_config(folder: Path) -> Any:
 
     try:
         # Without the argument transformers asks whether to run the folder's code.
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise UserError(
             f"{folder / CONFIG} is no configuration that this version of transformers knows: "
             f"{_first_line(error)}; {_NO_CODE}"
         ) from None
+    # Weights in 4 bits are read by our own code.
+    if hasattr(config, _QUANTISATION):
+        delattr(config, _QUANTISATION)
+    return config
 
 
 def empty_causal_lm(config: Any, **settings: Any) -> Any:

@@ -74,8 +74,10 @@ class LanguageModel(Task):
         self.config = config
         self._earlier = earlier
         # The model of a resumed run may have moved or changed: its config and tokenizer are the run's own.
-        self.folder = kept_folder(earlier) or self._model_folder()
+        # Weights are read, and of a hub downloaded, after the plan: it may say that the model does not fit.
+        self.folder = kept_folder(earlier) or model_folder(config.model.model, with_weights=False)
         self.model_config = load_config(self.folder)
+        self.positions = _positions(self.model_config)
         self.units_per_sample = _sequence_length(config.model.sequence_length, self.model_config)
         self.metrics = {"perplexity": Perplexity()}
         self._lora = lora_options(config.model)
@@ -96,9 +98,10 @@ class LanguageModel(Task):
     # --- the model
 
     def build_model(self) -> nn.Module:
-        from experts.transformers.router_bias import has_router_biases
+        from experts.transformers.balance import has_router_biases
 
-        model = build_causal_lm(self.model_config)
+        frozen = self.config.model.frozen_weights
+        model = build_causal_lm(self.model_config, None if frozen == "auto" else frozen)
         self.settings_read = self._settings_taken(has_router_biases(model))
         balance_by_bias(model, self.config)
         if self._lora is not None:

@@ -9,10 +9,10 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from experts.expert_state import copied_expert_names, is_expert_parallel, split_experts, stacked_names
 from orchestrator.checkpoint.files import HostPart
@@ -24,41 +24,19 @@ from orchestrator.redaction import mask_tree
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.state import (
     OptimizerState,
+    StateTensor,
     TrainState,
-    model_tensors,
     optimizer_state,
     plain_state,
+    state_tensors,
 )
 from orchestrator.train.group.world import World
-from orchestrator.train.optim.shards import reshard_all
-from orchestrator.train.strategies.fsdp import full_tensor
+from orchestrator.train.optim.shards import full_tensor, reshard_all
 
 _ALIGNMENT_BYTES = 64
 
 Stacked = Mapping[str, list[str]]
 """The names of the experts in each stacked parameter."""
-
-
-class StateTensor(NamedTuple):
-    """A tensor of the state: its kind ("model", "optimizer"), slot ("" for the model) and name."""
-
-    kind: str
-    slot: str
-    name: str
-    tensor: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the tensor with all its shards."""
-        return self.tensor.shape.numel() * self.tensor.itemsize
-
-    @property
-    def key(self) -> str:
-        return self.key_of(self.name)
-
-    def key_of(self, name: str) -> str:
-        """Return the key in a checkpoint of an expert in this tensor."""
-        return f"{self.slot}/{name}" if self.slot else name
 
 
 @dataclass(frozen=True)
@@ -83,7 +61,7 @@ def host_share(state: TrainState, world: World) -> HostShare:
     optimizer = optimizer_state(state, stacked_names(state.model))
     stacked = stacked_names(state.model) if is_expert_parallel(state.model) else {}
     parameters = {name for name, _ in state.model.named_parameters()}
-    tensors = sorted(_state_tensors(state.model, optimizer), key=lambda t: (t.kind, t.name, t.slot))
+    tensors = sorted(state_tensors(state.model, optimizer), key=lambda t: (t.kind, t.name, t.slot))
     shared = [tensor for tensor in tensors if tensor.name not in stacked]
     writers = _assign_writers(shared, world.size, parameters)
     own = {
@@ -94,13 +72,6 @@ def host_share(state: TrainState, world: World) -> HostShare:
     described = [(t.kind, t.key, str(t.tensor.dtype), list(t.tensor.shape)) for t in shared]
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     return HostShare(tensors, own, digest)
-
-
-def _state_tensors(model: nn.Module, optimizer: OptimizerState) -> list[StateTensor]:
-    tensors = [StateTensor("model", "", name, tensor) for name, tensor in model_tensors(model).items()]
-    for slot, named in optimizer.slots.items():
-        tensors += [StateTensor("optimizer", slot, name, tensor) for name, tensor in named.items()]
-    return tensors
 
 
 def _assign_writers(

@@ -34,7 +34,7 @@ from orchestrator.train.checkpoint.state import (
     restore_random_state,
 )
 from orchestrator.train.optim.adamw import AdamW
-from orchestrator.train.strategies.fsdp import copy_into, shard_like
+from orchestrator.train.optim.shards import as_shard, copy_into, local_part, shard_like
 
 _STATISTICS = ".statistics.sums"
 """The end of the names of routing statistics."""
@@ -122,6 +122,7 @@ def restore_model(contents: Contents, model: nn.Module) -> None:
     tensors = model_tensors(model)
     stacked = {name: experts for name, experts in stacked_names(model).items() if name in tensors}
     saved = _join_experts(contents.tensors["model"], stacked, "the checkpoint")
+    shards = contents.shards.get("model", frozenset())
     for name, tensor in tensors.items():
         if name.endswith(_STATISTICS) and (name not in saved or saved[name].shape != tensor.shape):
             continue  # a run without evolution has none
@@ -129,9 +130,10 @@ def restore_model(contents: Contents, model: nn.Module) -> None:
             raise UserError(
                 f"the checkpoint has no {name}; the model needs it: is it of the same task and sizes?"
             )
-        if saved[name].shape != tensor.shape:
+        needed = local_part(tensor) if name in shards else tensor
+        if saved[name].shape != needed.shape:
             saved_shape = tuple(saved[name].shape)
-            model_shape = tuple(tensor.shape)
+            model_shape = tuple(needed.shape)
             raise UserError(
                 f"{name} is {saved_shape} in the checkpoint and {model_shape} in the model; "
                 "give the sizes it was trained with"
@@ -167,8 +169,9 @@ def _restore_optimizer(contents: Contents, state: TrainState) -> None:
     parameters = dict(state.model.named_parameters())
     remote_names = remote_expert_names(state.model)
     saved_tensors = contents.tensors["optimizer"]
+    shards = contents.shards.get("optimizer", frozenset())
     for slot, name, tensor in _slot_tensors(saved_tensors, state.model, remote_names):
-        _set_slot(state.optimizer, parameters[name], slot, tensor)
+        _set_slot(state.optimizer, parameters[name], slot, tensor, f"{slot}/{name}" in shards)
     for slot, name, value in _slot_values(saved["values"], state.model, remote_names):
         state.optimizer.state[parameters[name]][slot] = value
     _check_slots(state.optimizer, parameters)
@@ -240,13 +243,20 @@ def _common_counter(counters_E: Tensor) -> Tensor:
     return counters_E[0]
 
 
-def _set_slot(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: str, tensor: Tensor) -> None:
+def _set_slot(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: str, tensor: Tensor, of_shard: bool
+) -> None:
     """Store a tensor where the optimizer expects it: moments on the parameter's device.
 
     A step counter is on the device only under a fused optimizer, else on the CPU."""
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     device = parameter.device if slot != "step" or fused else torch.device("cpu")
-    optimizer.state[parameter][slot] = shard_like(tensor.to(device, copy=True), parameter)
+    stored = tensor.to(device, copy=True)
+    if of_shard:
+        stored = as_shard(stored, parameter)
+    elif tensor.shape == parameter.shape or slot in getattr(optimizer, "row_slots", ()):
+        stored = shard_like(stored, parameter)
+    optimizer.state[parameter][slot] = stored
 
 
 def _check_slots(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -267,6 +277,7 @@ def _check_slots(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.P
             # A counter is a scalar of any type; a moment is like its parameter.
             is_counter = slot == "step"
             shape = () if is_counter else tuple(parameter.shape)
-            dtype = value.dtype if is_counter else parameter.dtype
+            # The optimizer sees weights that --weight-precision stores in bf16 as copies in fp32.
+            dtype = value.dtype if is_counter else parameter.grad_dtype or parameter.dtype
             if tuple(value.shape) != shape or value.dtype != dtype:
                 raise ValueError(f"{slot} of {name} is {value.dtype} of shape {tuple(value.shape)}")

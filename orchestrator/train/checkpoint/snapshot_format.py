@@ -1,8 +1,8 @@
 """The bytes of a snapshot, and the snapshots of hosts merged into the contents of a checkpoint.
 
-Every host's snapshot has a part with its own experts; the main host's also has the dense part. A
-part is one array of bytes: the tensors, each aligned, then a JSON text with their names and with
-the state that is not a tensor."""
+Every host's snapshot has its own part: its experts, and its shards of the dense part, if that is sharded.
+The main host's also has the dense part, without what is in shards. A part is one array of bytes: the
+tensors, each aligned, then a JSON text with their names and with the state that is not a tensor."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.checkpoint.files import Contents
+from orchestrator.checkpoint.shard_rows import ShardRows, join_rows
 
 _ALIGNMENT_BYTES = 64
 _NUM_BUFFERS = 2  # a host writes its snapshots into two buffers in turn
@@ -35,12 +36,14 @@ class SnapshotHeader:
     step: int
     rank: int
     size: int
-    experts_end: int
-    """Where the tensors of the experts' part end and its JSON text begins."""
+    own_end: int
+    """Where the tensors of the host's own part end and its JSON text begins."""
     dense_end: int
     """The same of the dense part; 0 on hosts without one."""
     held: Mapping[str, tuple[int, ...]]
     """The ids of the host's experts, by the name of their bank."""
+    sharded: bool = False
+    """Whether the dense part is divided among the hosts, by ``shard_rows``."""
     stall_s: float = 0.0
     """How long the snapshot kept this host from its steps."""
     taken_at: float = 0.0
@@ -69,6 +72,13 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    rows: ShardRows | None = None
+    """The rows of a shard; None for a whole tensor."""
+
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter, or of the buffer."""
+        return _parameter(self.kind, self.name)
 
 
 class LiveTensor(NamedTuple):
@@ -77,18 +87,15 @@ class LiveTensor(NamedTuple):
     kind: str
     name: str
     tensor: Tensor
-    experts: list[str] | None
+    experts: list[str] | None = None
     """The names of the experts that are stacked in the tensor, if any."""
+    rows: ShardRows | None = None
+    """The rows of a shard; None for a whole tensor."""
 
-
-class _Form(NamedTuple):
-    """A live tensor without its data. Equal forms have equal layouts."""
-
-    kind: str
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    experts: list[str] | None
+    @property
+    def is_own(self) -> bool:
+        """Whether this host alone has it."""
+        return self.experts is not None or self.rows is not None
 
 
 class SnapshotLayout:
@@ -98,11 +105,12 @@ class SnapshotLayout:
 
     def __init__(self, tensors: Sequence[LiveTensor]) -> None:
         self._forms = _forms(tensors)
+        self._shapes = [(live.tensor.shape, live.tensor.dtype) for live in tensors]
         self._offsets: list[int] = []
         self.tensor_bytes = 0
-        for form in self._forms:
+        for shape, dtype in self._shapes:
             self._offsets.append(self.tensor_bytes)
-            num_bytes = form.shape.numel() * form.dtype.itemsize
+            num_bytes = shape.numel() * dtype.itemsize
             self.tensor_bytes += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         entries = [
             astuple(entry)
@@ -125,15 +133,16 @@ class SnapshotLayout:
         The views of the two buffers in use are kept."""
         address = buffer.data_ptr()
         if address not in self._views:
-            forms = zip(self._offsets, self._forms, strict=True)
-            self._views[address] = [_view(buffer, offset, form.shape, form.dtype) for offset, form in forms]
+            places = zip(self._offsets, self._shapes, strict=True)
+            self._views[address] = [_view(buffer, offset, *form) for offset, form in places]
             # A buffer that was replaced by a larger one is not used again: forget its views.
             self._views = dict(list(self._views.items())[-_NUM_BUFFERS:])
         return self._views[address]
 
 
-def _forms(tensors: Sequence[LiveTensor]) -> list[_Form]:
-    return [_Form(kind, name, t.shape, t.dtype, experts) for kind, name, t, experts in tensors]
+def _forms(tensors: Sequence[LiveTensor]) -> list[tuple[Any, ...]]:
+    """Return the tensors without their data. Equal forms have equal layouts."""
+    return [(kind, name, t.shape, t.dtype, experts, rows) for kind, name, t, experts, rows in tensors]
 
 
 def _view(buffer: Tensor, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -144,11 +153,11 @@ def _entries(live: LiveTensor, offset: int) -> Iterator[TensorEntry]:
     """Yield the entry of a tensor, or one per expert.
 
     A scalar (Adam's step counter) belongs to every expert."""
-    kind, name, tensor, experts = live
+    kind, name, tensor, experts, rows = live
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
     if experts is None:
-        yield TensorEntry(kind, name, dtype, shape, offset)
+        yield TensorEntry(kind, name, dtype, shape, offset, rows)
         return
     # At the first slash: the name of a module may have slashes of its own.
     slot = name.partition("/")[0] if kind == "optimizer" else ""
@@ -185,37 +194,56 @@ def read_part(part: SnapshotPart) -> tuple[list[TensorEntry], dict[str, Any]]:
     """Return the entries of a part's tensors, and the state that is not a tensor."""
     description = json.loads(part.data[part.end :].tobytes())
     entries = [
-        TensorEntry(kind, name, dtype, tuple(shape), offset)
-        for kind, name, dtype, shape, offset in description["tensors"]
+        TensorEntry(kind, name, dtype, tuple(shape), offset, ShardRows(*rows) if rows else None)
+        for kind, name, dtype, shape, offset, rows in description["tensors"]
     ]
     return entries, description["state"]
 
 
 def merge_snapshots(
-    dense: SnapshotPart, experts: Sequence[SnapshotPart], rank: int, without: Set[str]
+    dense: SnapshotPart,
+    own_parts: Sequence[SnapshotPart],
+    rank: int,
+    without: Set[str],
+    wanted: Mapping[str, ShardRows],
 ) -> Contents:
-    """Return the dense part and experts' parts as the contents of a checkpoint, for the host of ``rank``.
+    """Return the dense part and hosts' own parts as the contents of a checkpoint, for the host of ``rank``.
 
-    Tensors named in ``without``, which that host does not need, are left out. The others share
-    the memory of the snapshots. The state of Python's generators is that of the same rank, where
-    there was one."""
+    Tensors named in ``without``, which that host does not need, are left out; of tensors in shards it gets
+    the ``wanted`` rows, by the parameter's name. All share the memory of the snapshots, but for rows that
+    several hosts had. The state of Python's generators is that of the same rank, where there was one."""
+    pieces: dict[tuple[str, str], list[tuple[ShardRows, Tensor]]] = {}
     tensors: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     optimizer_values: dict[str, Any] = {}
     main_state: dict[str, Any] = {}
     random_state = None
-    for part in (dense, *experts):
+    for part in (dense, *own_parts):
         entries, state = read_part(part)
         main_state = main_state or state
         optimizer_values |= state["optimizer"]["values"]
         if part.rank == rank:
             random_state = state["random"]
         for entry in entries:
-            name = entry.name.partition("/")[2] if entry.kind == "optimizer" else entry.name
-            if name not in without:
+            if entry.rows is not None:
+                piece = entry.rows, _tensor(entry, part.data)
+                pieces.setdefault((entry.kind, entry.name), []).append(piece)
+            elif entry.parameter not in without:
                 tensors[entry.kind][entry.name] = _tensor(entry, part.data)
+    shards: dict[str, set[str]] = {"model": set(), "optimizer": set()}
+    for (kind, key), found in pieces.items():
+        rows = wanted[_parameter(kind, key)]
+        tensors[kind][key] = join_rows(found, rows)
+        if not rows.are_all:
+            shards[kind].add(key)
     optimizer = {**main_state["optimizer"], "values": optimizer_values}
     random_state = main_state["random"] if random_state is None else random_state
-    return Contents(tensors, {**main_state, "optimizer": optimizer, "random": random_state})
+    return Contents(tensors, {**main_state, "optimizer": optimizer, "random": random_state}, shards)
+
+
+def _parameter(kind: str, key: str) -> str:
+    """Return the name of the parameter of a tensor."""
+    # At the first slash: the name of a module may have slashes of its own.
+    return key.partition("/")[2] if kind == "optimizer" else key
 
 
 def _tensor(entry: TensorEntry, data: Bytes) -> Tensor:

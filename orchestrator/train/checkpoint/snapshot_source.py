@@ -1,21 +1,22 @@
-"""The parts of the hosts' snapshots that one host needs to resume: the dense part, and its experts.
+"""The parts of the hosts' snapshots that one host needs to resume: the dense part, its experts, its shards.
 
 A part is fetched as a whole. With the placement of the snapshots a host reads the dense part and its
-own experts: the same number of bytes however many hosts there are. Under another placement it reads
-the parts of those hosts that held its experts."""
+own part: no more bytes however many hosts there are. Under another placement, or on another number of
+hosts, it reads the parts of those hosts that held its experts or rows of its shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from experts.expert_state import held_experts, remote_expert_names
+from experts.expert_state import held_experts, remote_expert_names, stacked_names
 from orchestrator.checkpoint.files import Contents
 from orchestrator.checkpoint.saved_experts import OtherExperts
+from orchestrator.checkpoint.shard_rows import ShardRows, shard_rows
 from orchestrator.errors import OutOfMemory
 from orchestrator.train.checkpoint.snapshot_format import (
     Bytes,
@@ -24,22 +25,23 @@ from orchestrator.train.checkpoint.snapshot_format import (
     merge_snapshots,
 )
 from orchestrator.train.group.comm_errors import is_communication_error
+from orchestrator.train.optim.shards import is_sharded, own_rows
 from orchestrator.types import first_line
 
 
 class SnapshotSource(Protocol):
-    """Snapshots of one step, of which a host fetches the parts that it needs."""
+    """Snapshots of one step, from which a host fetches the parts that it needs."""
 
     @property
     def headers(self) -> Sequence[SnapshotHeader]:
-        """The headers of the hosts whose experts can be fetched."""
+        """The headers of the hosts whose own parts can be fetched."""
         ...
 
     def fetch_dense(self) -> tuple[SnapshotHeader, Bytes]:
         """Return the main host's header and dense part."""
         ...
 
-    def fetch_experts(self, rank: int) -> Bytes: ...
+    def fetch_own(self, rank: int) -> Bytes: ...
 
 
 class ExpertsMissing(RuntimeError):
@@ -70,24 +72,39 @@ def fetch_contents(source: SnapshotSource, rank: int, model: nn.Module) -> Conte
     """Fetch what the host of ``rank`` needs to restore a model, as the contents of a checkpoint."""
     header, data = source.fetch_dense()
     dense = SnapshotPart(header.rank, header.dense_end, data)
-    experts = [
-        SnapshotPart(header.rank, header.experts_end, source.fetch_experts(header.rank))
-        for header in hosts_to_read(source.headers, rank, held_experts(model))
+    rows = rows_of_dense_part(model)
+    own_parts = [
+        SnapshotPart(header.rank, header.own_end, source.fetch_own(header.rank))
+        for header in hosts_to_read(source.headers, rank, held_experts(model), rows.values())
     ]
-    return merge_snapshots(dense, experts, rank, remote_expert_names(model))
+    return merge_snapshots(dense, own_parts, rank, remote_expert_names(model), rows)
+
+
+def rows_of_dense_part(model: nn.Module) -> dict[str, ShardRows]:
+    """Return the rows that this host has of each parameter in shards; all rows where the model is whole."""
+    parameters = dict(model.named_parameters())
+    if is_sharded(model):
+        own = {name: own_rows(parameter) for name, parameter in parameters.items()}
+        return {name: rows for name, rows in own.items() if rows is not None}
+    stacked = stacked_names(model)
+    dense = {name: p for name, p in parameters.items() if name not in stacked and p.ndim > 0}
+    return {name: shard_rows(len(p), 0, 1) for name, p in dense.items()}
 
 
 def hosts_to_read(
-    headers: Sequence[SnapshotHeader], rank: int, held: Mapping[str, tuple[int, ...]]
+    headers: Sequence[SnapshotHeader],
+    rank: int,
+    held: Mapping[str, tuple[int, ...]],
+    wanted: Collection[ShardRows] = (),
 ) -> list[SnapshotHeader]:
-    """Return the hosts whose snapshots hold the experts of a bank by their ids (``held``).
+    """Return the hosts whose snapshots hold the experts of a bank by their ids (``held``), and wanted rows.
 
     The host of the same rank comes first, for the state of its random generators too."""
     missing = {(bank, expert) for bank, experts in held.items() for expert in experts}
     chosen: list[SnapshotHeader] = []
     for header in sorted(headers, key=lambda header: (header.rank != rank, header.rank)):
         found = {entry for entry in missing if header.holds(*entry)}
-        if found or header.rank == rank:
+        if found or header.rank == rank or _has_rows(header, wanted):
             chosen.append(header)
             missing -= found
     if missing:
@@ -96,4 +113,12 @@ def hosts_to_read(
             f"no snapshot has expert {expert} of {bank}: the experts are placed otherwise than in the "
             f"snapshots of hosts {[header.rank for header in headers]}; the hosts join again with all of them"
         )
-    return chosen
+    # A host that wants none of the rows still learns from a part which tensors there are.
+    return chosen or [header for header in headers[:1] if header.sharded]
+
+
+def _has_rows(header: SnapshotHeader, wanted: Collection[ShardRows]) -> bool:
+    """Return whether a host's snapshot has any of the wanted rows of the dense part."""
+    return header.sharded and any(
+        rows.overlap(shard_rows(rows.total, header.rank, header.size)) for rows in wanted
+    )

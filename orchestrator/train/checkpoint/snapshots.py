@@ -6,6 +6,7 @@ without the disk."""
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,13 +23,14 @@ from orchestrator.train.checkpoint.snapshot_format import (
     SnapshotLayout,
 )
 from orchestrator.train.checkpoint.state import (
-    OptimizerState,
+    StateTensor,
     TrainState,
-    model_tensors,
     optimizer_state,
     plain_state,
+    state_tensors,
 )
 from orchestrator.train.group.world import World
+from orchestrator.train.optim.shards import is_sharded, local_part, own_rows, reshard_all
 
 _BLOCK_BYTES = 2**16
 
@@ -40,7 +42,7 @@ class SnapshotSink(Protocol):
         """Wait until the last snapshot is being fetched; the one before it has then arrived."""
         ...
 
-    def put(self, header: Any, experts: Any, dense: Any) -> None: ...
+    def put(self, header: Any, own: Any, dense: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Snapshots:
         self._last_step = first_step
         self._prepared = False
         self._dense_layout = SnapshotLayout([])
-        self._experts_layout = SnapshotLayout([])
+        self._own_layout = SnapshotLayout([])
 
     @property
     def buffer_bytes(self) -> int:
@@ -82,8 +84,8 @@ class Snapshots:
         if self._prepared or self.every == 0:
             return
         self._prepared = True
-        dense, experts = self._collect(Progress())
-        self._target.buffers.prepare(_begin_of_experts(dense) + experts.num_bytes)
+        dense, own = self._collect(Progress())
+        self._target.buffers.prepare(_begin_of_own(dense) + own.num_bytes)
 
     def take(self, progress: Progress) -> None:
         """Copy the state of this step into a buffer for the driver, unless that is done already."""
@@ -96,11 +98,11 @@ class Snapshots:
         # Before the state is collected: the older of the two buffers may still be on its way to the
         # driver.
         self._target.sink.wait_for_space(self._world.membership)
-        dense, experts = self._collect(progress)
-        begin = _begin_of_experts(dense)
-        buffer = self._target.buffers.next_buffer(begin + experts.num_bytes)
+        dense, own = self._collect(progress)
+        begin = _begin_of_own(dense)
+        buffer = self._target.buffers.next_buffer(begin + own.num_bytes)
         dense_data = dense.copy_into(buffer) if dense is not None else buffer.numpy()[:0]
-        experts_data = experts.copy_into(buffer[begin:])
+        own_data = own.copy_into(buffer[begin:])
         if self._world.device.type == "cuda":
             torch.cuda.current_stream(self._world.device).synchronize()
         header = SnapshotHeader(
@@ -108,51 +110,52 @@ class Snapshots:
             progress.step,
             self._world.rank,
             self._world.size,
-            experts.layout.tensor_bytes,
+            own.layout.tensor_bytes,
             dense.layout.tensor_bytes if dense is not None else 0,
             held_experts(self._state.model),
+            sharded=is_sharded(self._state.model),
             stall_s=time.perf_counter() - began_s,
             taken_at=time.time(),
         )
-        self._target.sink.put(header, experts_data, dense_data)
+        self._target.sink.put(header, own_data, dense_data)
 
+    @torch.no_grad()
     def _collect(self, progress: Progress) -> tuple[CollectedPart | None, CollectedPart]:
-        """Return the dense part, which the main host alone copies, and the experts of this host."""
+        """Return the dense part, which the main host alone copies, and what this host alone has: its experts,
+        and its shards of the dense part."""
+        # An evaluation may have left parameters gathered. The shards are the state.
+        reshard_all(self._state.model)
         stacked = stacked_names(self._state.model)
         optimizer = optimizer_state(self._state, stacked)
         state = plain_state(self._state, optimizer, progress)
-        live_tensors = self._live_tensors(optimizer, stacked)
-        experts = [live for live in live_tensors if live.experts is not None]
-        if not self._experts_layout.fits(experts):
-            self._experts_layout = SnapshotLayout(experts)
+        live_tensors = [_live_tensor(entry, stacked) for entry in state_tensors(self._state.model, optimizer)]
+        own = [live for live in live_tensors if live.is_own]
+        if not self._own_layout.fits(own):
+            self._own_layout = SnapshotLayout(own)
         # The list of all experts is in the dense part: the parts of hosts must not grow with their number.
         own_state = {key: value for key, value in state.items() if key not in ("experts", "evolution")}
-        experts_part = _part(self._experts_layout, experts, own_state)
+        own_part = _part(self._own_layout, own, own_state)
         if not self._world.is_main:
-            return None, experts_part
-        dense = [live for live in live_tensors if live.experts is None]
+            return None, own_part
+        dense = [live for live in live_tensors if not live.is_own]
         if not self._dense_layout.fits(dense):
             self._dense_layout = SnapshotLayout(dense)
-        return _part(self._dense_layout, dense, state), experts_part
+        return _part(self._dense_layout, dense, state), own_part
 
-    def _live_tensors(self, optimizer: OptimizerState, stacked: dict[str, list[str]]) -> list[LiveTensor]:
-        """Return all tensors of this host's model and optimizer."""
-        live_tensors = [
-            LiveTensor("model", name, tensor.detach(), stacked.get(name))
-            for name, tensor in model_tensors(self._state.model).items()
-        ]
-        for slot, tensors in optimizer.slots.items():
-            for name, tensor in tensors.items():
-                live_tensors.append(LiveTensor("optimizer", f"{slot}/{name}", tensor, stacked.get(name)))
-        return live_tensors
+
+def _live_tensor(entry: StateTensor, stacked: Mapping[str, list[str]]) -> LiveTensor:
+    tensor = entry.tensor
+    return LiveTensor(
+        entry.kind, entry.key, local_part(tensor).detach(), stacked.get(entry.name), own_rows(tensor)
+    )
 
 
 def _part(layout: SnapshotLayout, tensors: list[LiveTensor], state: dict[str, Any]) -> CollectedPart:
     return CollectedPart(layout, [live.tensor for live in tensors], layout.describe(state))
 
 
-def _begin_of_experts(dense: CollectedPart | None) -> int:
-    """Return where the experts' part begins, after the dense part.
+def _begin_of_own(dense: CollectedPart | None) -> int:
+    """Return where a host's own part begins, after the dense part.
 
     The length of a text varies a little from step to step. Whole blocks keep the place, and with it
     the layout's views."""

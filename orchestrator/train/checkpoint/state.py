@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.model import structure_of
-from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress
-from orchestrator.checkpoint.saved_experts import SavedExperts
+from orchestrator.checkpoint.saved_experts import EvolutionState, SavedExperts
 from orchestrator.errors import UserError
 from orchestrator.train.device.precision import Precision
 
@@ -92,6 +91,36 @@ def optimizer_state(state: TrainState, stacked: Mapping[str, list[str]]) -> Opti
         values,
         [_group_settings(group) for group in state.optimizer.param_groups if "same_as" not in group],
     )
+
+
+class StateTensor(NamedTuple):
+    """A tensor of the state: its kind ("model", "optimizer"), slot ("" for the model) and name."""
+
+    kind: str
+    slot: str
+    name: str
+    tensor: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the tensor with all its shards."""
+        return self.tensor.shape.numel() * self.tensor.itemsize
+
+    @property
+    def key(self) -> str:
+        return self.key_of(self.name)
+
+    def key_of(self, name: str) -> str:
+        """Return the key in a checkpoint of an expert in this tensor."""
+        return f"{self.slot}/{name}" if self.slot else name
+
+
+def state_tensors(model: nn.Module, optimizer: OptimizerState) -> list[StateTensor]:
+    """Return the tensors of a model and its optimizer."""
+    tensors = [StateTensor("model", "", name, tensor) for name, tensor in model_tensors(model).items()]
+    for slot, named in optimizer.slots.items():
+        tensors += [StateTensor("optimizer", slot, name, tensor) for name, tensor in named.items()]
+    return tensors
 
 
 def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from time import perf_counter
 from orchestrator.checkpoint.hashed_file import no_progress
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
+from orchestrator.record.events import kinds
 from orchestrator.record.files.log import Log
 from orchestrator.train.checkpoint.capture import Captured, capture, host_share
 from orchestrator.train.checkpoint.host_save import CloseDeadline, HostSave, Published, SaveFailed
@@ -36,6 +37,25 @@ class _Write:
     written: threading.Event
     """Set when this host's own files are written."""
     result: Future[Published | None]
+
+
+class NoCheckpoints:
+    """Takes the place of a ``CheckpointWriter`` where steps are only compared with a record."""
+
+    durable_step = -1
+    buffer_bytes = 0
+
+    def save(self, progress: Progress) -> None:
+        self.durable_step = progress.step
+
+    def poll(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class CheckpointWriter:
@@ -160,12 +180,13 @@ class CheckpointWriter:
             return
         self.durable_step = write.step
         self._log.write(
-            "checkpoint",
-            step=write.step,
-            path=f"checkpoints/{published.path.name}",
-            bytes=published.num_bytes,
-            seconds=perf_counter() - write.began_s,
-            stall=write.stall_s,
+            kinds.Checkpoint(
+                step=write.step,
+                path=f"checkpoints/{published.path.name}",
+                bytes=published.num_bytes,
+                seconds=perf_counter() - write.began_s,
+                stall=write.stall_s,
+            )
         )
 
     def _wait_for(self, write: _Write) -> None:
@@ -182,7 +203,7 @@ class CheckpointWriter:
         membership.wait_until(write.result.done)
 
     def _warn(self, step: int, reason: str) -> None:
-        self._log.write("warning", kind="checkpoint", message=f"step {step} could not be saved: {reason}")
+        self._log.write(kinds.Warned(kind="checkpoint", message=f"step {step} could not be saved: {reason}"))
 
     def _next_name(self) -> str:
         # Each wait needs a name of its own in the life of the group.

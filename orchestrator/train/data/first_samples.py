@@ -5,45 +5,55 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from orchestrator.data.source import Source
+from orchestrator.errors import UserError
 from orchestrator.tasks.task import Gatherable
 from orchestrator.tasks.user_code import user_code
-from orchestrator.train.data.loading import MAX_TRIED
+from orchestrator.train.data.loading import MAX_TRIED, LoaderOptions
+from orchestrator.train.data.opening import open_feed
+from orchestrator.train.device.batches import to_device
+from orchestrator.train.group.world import World
+
+_CPU = torch.device("cpu")
 
 
-def with_random_access(data: Any, count: int) -> Any:
-    """Return data with ``__len__`` and ``__getitem__`` or ``gather``: of a source, its first samples.
+def first_samples(data: Any, count: int, device: torch.device = _CPU, split: str = "training") -> Any:
+    """Return the first samples as a batch on a device. ``split`` is for messages.
 
-    A bad sample is replaced by the next good one."""
-    if isinstance(data, Gatherable):
-        return data
-    return _FirstSamples(data, count) if isinstance(data, Source) else _GoodSamples(data)
+    Short data is repeated, and a bad sample is replaced by the next good one."""
+    known = _first_good(data, count) if isinstance(data, Source) else data
+    if len(known) == 0:
+        raise UserError(f"the {split} data is empty; at least one sample is needed")
+    if isinstance(known, Gatherable):
+        return to_device(known.gather(torch.arange(count) % len(known)), device, pin=False)
+    feed = open_feed(
+        _GoodSamples(known, count, getattr(data, "collate", None)),
+        World.single_process(device),
+        global_batch=count,
+        micro_batch=count,
+        seed=None,
+        loader=LoaderOptions(purpose=f"a first batch of the {split} data"),
+    )
+    return next(feed.steps(0)).micro_batches[0].fetch()
 
 
-class _FirstSamples:
-    """The first good samples of a source; if all that were tried are bad, the first one raises its error."""
-
-    def __init__(self, source: Source, count: int) -> None:
-        if hasattr(source, "collate"):
-            self.collate = source.collate
-        self._samples: list[Any] = []
-        first_error: Exception | None = None
-        for item in _items(source, count):
-            try:
-                self._samples.append(source.decode(item))
-            except Exception as error:
-                first_error = first_error or error
-            if len(self._samples) == count:
-                break
-        if first_error is not None and not self._samples:
-            with user_code("reading the first samples"):
-                raise first_error
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
+def _first_good(source: Source, count: int) -> list[Any]:
+    """Return the first good samples of a source; if all that were tried are bad, raise the first error."""
+    samples: list[Any] = []
+    first_error: Exception | None = None
+    for item in _items(source, count):
+        try:
+            samples.append(source.decode(item))
+        except Exception as error:
+            first_error = first_error or error
+        if len(samples) == count:
+            break
+    if first_error is not None and not samples:
+        with user_code("reading the first samples"):
+            raise first_error
+    return samples
 
 
 def _items(source: Source, count: int) -> Iterator[Any]:
@@ -60,21 +70,22 @@ def _items(source: Source, count: int) -> Iterator[Any]:
 
 
 class _GoodSamples:
-    """Data with random access, whose bad samples are replaced by the next good ones."""
+    """A number of samples of data with random access, in which the next good one replaces a bad one."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, count: int, collate: Any) -> None:
         self._data = data
-        if hasattr(data, "collate"):
-            self.collate = data.collate
+        self._count = count
+        if collate is not None:
+            self.collate = collate
 
     def __len__(self) -> int:
-        return len(self._data)
+        return self._count
 
     def __getitem__(self, index: int) -> Any:
         first_error: Exception | None = None
-        for number in range(min(len(self), MAX_TRIED)):
+        for number in range(min(len(self._data), MAX_TRIED)):
             try:
-                return self._data[(index + number) % len(self)]
+                return self._data[(index + number) % len(self._data)]
             except Exception as error:
                 first_error = first_error or error
         assert first_error is not None

@@ -30,6 +30,8 @@ class MicroBatch:
     fetch: Callable[[], Any]
     first_sample: int = 0
     """Index of the first sample in the global batch."""
+    number: int = 0
+    """Number of the micro-batch in the global batch, where each is computed by one worker."""
     num_dummies: int = 1
     """Number of dummy samples to compute if none count."""
 
@@ -45,6 +47,8 @@ class StepBatch:
     """Whether every worker has samples in each micro-batch. In a short last batch some may have none."""
     next_samples: int | None = None
     """Samples of the next global batch, 0 at the end of the data. None if workers cannot disagree on it."""
+    num_parts: int = 1
+    """Micro-batches of the whole global batch, where each is computed by one worker."""
     faults: Sequence[str] = ()
     """The name and the error of each sample of this worker that could not be loaded and was left out."""
 
@@ -112,7 +116,7 @@ class Feed(ABC):
     def largest_micro_batch(self) -> int:
         """Samples of the largest micro-batch of this worker."""
         total = min(self.micro_batch * self.world.data_ranks, self.global_batch)
-        part = self.world.split_batch(total)[self.world.rank]
+        part = self.world.split_batch(total, self.micro_batch)[self.world.rank]
         return max(1, part.stop - part.start)
 
     def steps_from(self, position: int) -> int | None:
@@ -134,7 +138,7 @@ class Feed(ABC):
         """
         shares: list[Share] = []
         for start, stop in self._micro_batch_bounds(begin, end):
-            part = self.world.split_batch(stop - start)[self.world.rank]
+            part = self.world.split_batch(stop - start, self.micro_batch)[self.world.rank]
             if part.stop > part.start:
                 samples = slice(start + part.start, start + part.stop)
             else:
@@ -194,6 +198,7 @@ class Feed(ABC):
                 share.num_samples,
                 fetch,
                 first_sample=share.samples.start - begin,
+                number=(share.samples.start - begin) // self.micro_batch,
                 num_dummies=share.samples.stop - share.samples.start,
             )
             for share, fetch in zip(shares, fetches, strict=True)
@@ -201,10 +206,13 @@ class Feed(ABC):
         bounds = self._micro_batch_bounds(begin, end)
         # All micro-batches but the last are of one size.
         parts = [
-            part for start, stop in (bounds[0], bounds[-1]) for part in self.world.split_batch(stop - start)
+            part
+            for start, stop in (bounds[0], bounds[-1])
+            for part in self.world.split_batch(stop - start, self.micro_batch)
         ]
         all_have_samples = all(part.start < part.stop for part in parts)
-        return StepBatch(micro_batches, end - begin, all_have_samples)
+        num_parts = -(-(end - begin) // self.micro_batch)
+        return StepBatch(micro_batches, end - begin, all_have_samples, num_parts=num_parts)
 
 
 def different_ends(rank: int, found: str) -> UserError:

@@ -35,8 +35,15 @@ class Compiled:
     """The compiled modules of a model, and the reasons for which they were compiled again."""
 
     def __init__(
-        self, model: nn.Module, mode: CompileMode, parts: CompileParts, copies: WeightCopies | None = None
+        self,
+        model: nn.Module,
+        mode: CompileMode,
+        parts: CompileParts,
+        copies: WeightCopies | None = None,
+        by_shape: bool = False,
     ) -> None:
+        """``by_shape`` compiles code for each shape: else that for one may follow the shapes seen before."""
+        self._dynamic = False if by_shape else None
         self.modules = _modules_to_compile(model, parts)
         self._copies = copies
         self._mode = mode
@@ -54,7 +61,7 @@ class Compiled:
     def _compile(self, module: nn.Module) -> None:
         handle: Any = module
         mode = None if self._mode == "default" else self._mode
-        compiled = torch.compile(_call_of(module), mode=mode)
+        compiled = torch.compile(_call_of(module), mode=mode, dynamic=self._dynamic)
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             if self._copies is not None:

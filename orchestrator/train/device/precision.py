@@ -5,13 +5,15 @@ In fp8 autocast is to bf16: the experts quantise the operands of their products 
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from experts.transformers.lora.adapters import shorten_frozen
+from orchestrator.train.device.short_weights import computing_weights
 from orchestrator.types import PrecisionName
 
 _INITIAL_SCALE = 2.0**16
@@ -37,12 +39,16 @@ class Precision:
     The scale lives on the device, so that no step waits for the host.
     """
 
-    def __init__(self, kind: PrecisionName, device: torch.device) -> None:
+    def __init__(
+        self, kind: PrecisionName, device: torch.device, short_weights: nn.Module | None = None
+    ) -> None:
+        """``short_weights`` is the model if its weights are stored in bf16."""
         if device.type == "cpu" and kind != "fp32":
             # Torch warns with some fifty C++ frames that a CPU has no units for bf16.
             warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         self.kind: PrecisionName = kind
         self.device = device
+        self._short_weights = short_weights
         self.scale = torch.full((), _INITIAL_SCALE, device=device) if kind == "fp16" else None
         self._good_steps = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -51,8 +57,17 @@ class Precision:
         """The type that autocast computes in; None in fp32."""
         return _DTYPES.get(self.kind)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return autocast(self.kind, self.device)
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The context of a forward pass."""
+        with self.weights(), autocast(self.kind, self.device):
+            yield
+
+    def weights(self) -> AbstractContextManager[None]:
+        """Return the context of a forward pass and its backward pass, in which blocks may be recomputed."""
+        if self._short_weights is None:
+            return nullcontext()
+        return computing_weights(self._short_weights, self.kind)
 
     def scaled(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the loss times the loss scale: the start of the backward pass."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from experts.host_copy import to_host
+from experts.model import mix
 from experts.moe.context import StepContext
 from orchestrator.config.metric import declared_metrics
 from orchestrator.errors import OrchestratorError, ResourceError, UserError
@@ -25,6 +26,7 @@ from orchestrator.train.group.comm_errors import is_communication_error
 from orchestrator.train.optim.shards import reshard_all
 from orchestrator.train.step.out_of_memory import NO_LIMIT
 from orchestrator.train.step.totals import Totals, TotalsReducer
+from orchestrator.train.stepper import seed_torch
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import persistent_buffers
 
@@ -39,6 +41,7 @@ class Evaluation:
     feed: Feed
     precision: Precision
     max_batches: int | None = None
+    """The most batches; of a reproducible run, the most micro-batches of all workers."""
     name: str = "evaluate"
     on_progress: Callable[[], None] = lambda: None
     """Called after each micro-batch."""
@@ -62,14 +65,18 @@ class Evaluation:
         world.broadcast(persistent_buffers(model))
         model.eval()
         try:
-            states = MetricStates(declared_metrics(self.strategy.task), world.device)
+            metrics = declared_metrics(self.strategy.task)
+            states = MetricStates(metrics, world.device, self.strategy.reproducible)
             totals, samples, num_bad = self._local_totals(world.device, states)
         finally:
             model.train(was_training)
             # Gathered weights would be stale where the average was in place of the shards.
             reshard_all(model)
-        if world.size > 1:
-            totals = self._reduce_totals(totals, samples, votes=[float(samples), float(num_bad)])
+        exactly = self.strategy.reproducible
+        if world.size > 1 or (exactly and totals is not None):
+            num_parts = self._num_parts(samples) if exactly else 0
+            votes = [float(samples), float(num_bad)]
+            totals = self._reduce_totals(totals, samples, votes, num_parts=num_parts)
             assert totals.votes is not None
             sum_of_samples, num_bad = to_host(totals.votes).tolist()
             if sum_of_samples != samples * world.size:
@@ -92,23 +99,52 @@ class Evaluation:
 
         Update the metrics."""
         totals: Totals | None = None
+        parts: list[tuple[int, Totals]] = []
         samples = 0
         num_bad = 0
-        limit = NO_LIMIT if self.strategy.lockstep else self.feed.largest_micro_batch
+        limit = NO_LIMIT if self._is_whole else self.feed.largest_micro_batch
         for number, batch in enumerate(self.feed.steps(0)):
-            if self.max_batches is not None and number >= self.max_batches:
+            batch = self._within_limit(batch, number, samples)
+            if batch is None:
                 break
+            first_part = self._num_parts(samples)
             samples += batch.global_samples
             num_bad += len(batch.faults)
             for micro_batch in batch.micro_batches:
                 if micro_batch.num_samples or self.strategy.lockstep:
-                    more, limit = self._evaluate(micro_batch, states, limit)
+                    part = first_part + micro_batch.number
+                    more, limit = self._evaluate(micro_batch, states, limit, part)
                     totals = _add(totals, more)
+                    if self.strategy.reproducible and more is not None:
+                        parts.append((part, replace(more, loads=())))
                 self.on_progress()
             if (number + 1) % _FREE_EVERY == 0 and device.type == "cuda":
                 free_cached(device)
             self._check_next(batch)
+        if totals is not None and parts:
+            totals = replace(totals, parts=tuple(parts))
         return totals, samples, num_bad
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no pass may be divided: others wait for it, or its bits would depend on the division."""
+        return self.strategy.lockstep or self.strategy.reproducible
+
+    def _num_parts(self, samples: int) -> int:
+        """Return the micro-batches of so many samples of the data, where each is computed by one worker."""
+        return -(-samples // self.feed.micro_batch)
+
+    def _within_limit(self, batch: StepBatch, number: int, samples: int) -> StepBatch | None:
+        """Return the part of a batch that is evaluated; None if nothing is.
+
+        ``number`` batches with so many ``samples`` came before it. A batch of more workers has more samples,
+        but a reproducible run evaluates the same ones on any number of them."""
+        if self.max_batches is None:
+            return batch
+        if not self.strategy.reproducible:
+            return batch if number < self.max_batches else None
+        rest = self.max_batches * self.feed.micro_batch - samples
+        return _first_samples(batch, rest) if rest > 0 else None
 
     def _check_next(self, batch: StepBatch) -> None:
         """Refuse data that ends on some workers only, where the others would wait for them in a pass."""
@@ -122,14 +158,18 @@ class Evaluation:
             raise different_ends(world.rank, next_batch if found else "an evaluation ends")
 
     def _evaluate(
-        self, micro_batch: MicroBatch, states: MetricStates, limit: int
+        self, micro_batch: MicroBatch, states: MetricStates, limit: int, number: int = 0
     ) -> tuple[Totals | None, int]:
         """Return the sums of a micro-batch, and the largest number of samples known to fit in memory.
 
-        A pass that does not fit is repeated in halves. A dummy micro-batch is computed, but has no sums.
+        ``number`` is that of the micro-batch in the whole evaluation, where one worker computes it. A pass
+        that does not fit is repeated in halves. A dummy micro-batch is computed, but has no sums.
         """
         data = micro_batch.fetch()
         device = states.device
+        if self.strategy.reproducible:
+            # A task may draw in its loss; training seeds each micro-batch anew.
+            seed_torch(mix(number, "evaluation"), device)
         check_batch_device(data, device)
         samples = micro_batch.num_samples or micro_batch.num_dummies
         context = StepContext(dummy=not micro_batch.num_samples)
@@ -141,7 +181,7 @@ class Evaluation:
             with self.strategy.context.use_step(context):
                 result = self._loss(part, size)
             if result is None:
-                if size == 1 or self.strategy.lockstep:
+                if size == 1 or self._is_whole:
                     raise ResourceError(
                         f"out of memory in evaluation with a batch of {size}; "
                         "lower --eval-batch-size or the model's sizes"
@@ -150,7 +190,7 @@ class Evaluation:
                 free_cached(device)
                 continue
             if micro_batch.num_samples:
-                states.update(result[0].updates)
+                states.update(result[0].updates, number)
             totals = _add(totals, _double_totals(*result, samples=size))
             done += size
         return totals if micro_batch.num_samples else None, limit
@@ -172,6 +212,21 @@ class Evaluation:
             with user_code("evaluating"):
                 raise error
             raise
+
+
+def _first_samples(batch: StepBatch, limit: int) -> StepBatch:
+    """Return a batch without the micro-batches after its first samples: these become dummies.
+
+    ``limit`` is at a border of micro-batches."""
+    if batch.global_samples <= limit:
+        return batch
+    micro_batches = [
+        each
+        if each.first_sample < limit
+        else replace(each, num_samples=0, num_dummies=each.num_samples or each.num_dummies)
+        for each in batch.micro_batches
+    ]
+    return replace(batch, micro_batches=micro_batches, global_samples=limit)
 
 
 def _double_totals(loss: Loss, weight: float, samples: int) -> Totals:

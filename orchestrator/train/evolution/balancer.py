@@ -12,7 +12,7 @@ from experts.rebalance.costs import Cluster, LayerCosts
 from experts.rebalance.decisions import BalanceRules, cheapest_host, decide, layer_imbalance
 from experts.rebalance.load_history import MAX_WINDOWS, LoadHistory
 from experts.structure import Change, LayerStructure
-from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.saved_experts import EvolutionState
 
 _PASSES = 3  # products of a training step, in multiples of the forward pass
 _FLOPS = 2  # per weight and row, forward
@@ -43,7 +43,9 @@ def layer_costs(layer: RoutedExperts, state_bytes: float) -> LayerCosts:
 
 @dataclass(frozen=True)
 class HostBalancer:
-    """Decides by the loads of recent steps. Its memory is in the state of evolution."""
+    """Decides by the loads of recent steps where experts live, and which have copies.
+
+    Only the main worker asks it. Its memory is in the state of evolution."""
 
     costs: Sequence[LayerCosts]
     cluster: Cluster

@@ -14,13 +14,12 @@ from experts.balance import gated_layers, moe_layers
 from experts.evolution.decisions import due_warmups
 from experts.moe.statistics import reduce_statistics
 from experts.structure import Change, LayerStructure
-from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.saved_experts import EvolutionState
 from orchestrator.record.files.log import Log
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.execution import Execution
-from orchestrator.train.evolution.graph import graph_fields
-from orchestrator.train.evolution.measurements import LayerMeasurement, measure_layers
+from orchestrator.train.evolution.measurements import LayerMeasurement, graph_event, measure_layers
 from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.stepper import Stepper
 
@@ -178,7 +177,7 @@ class Evolution:
         if "balance" in due:
             carry_out(self._balanced(step), step, [])
         if "graph" in due:
-            self._log.write("expert_graph", **graph_fields(step, progress.epoch, self._gated, measured))
+            self._log.write(graph_event(step, progress.epoch, self._gated, measured))
         if "sleep" in due:
             for layer in self._gated:
                 if layer.statistics is not None:

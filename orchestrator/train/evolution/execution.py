@@ -4,23 +4,31 @@ A change that raises the validation loss too much is undone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.moe.layer import MoELayer
+from experts.moe.routed import RoutedExperts
 from experts.structure import Change
+from experts.surgery.expert_transfer import Slot, StateSpec
 from experts.surgery.surgery import LayerBackup, Surgery, change_layer
-from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.saved_experts import EvolutionState
+from orchestrator.errors import UserError
+from orchestrator.record.events import kinds
 from orchestrator.record.files.log import Log
+from orchestrator.train.device.short_weights import is_shortened
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.measurements import LayerMeasurement
-from orchestrator.train.evolution.optimizer_state import state_spec
 from orchestrator.train.evolution.plan import EvolutionPlan
+from orchestrator.train.group.world import World
+from orchestrator.train.optim.adamw8bit import BLOCK, AdamW8bit
+from orchestrator.train.optim.shards import full_tensor
 from orchestrator.train.stepper import Stepper
 
 _JUDGED = ("born", "merged", "pruned")
@@ -86,9 +94,10 @@ class Execution:
         began_s = perf_counter()
         layer = self._layers[change.layer]
         assert isinstance(layer, MoELayer), "only moves change a router that is not ours"
-        output_before = _output(layer, sample_PD)
+        model = self._stepper.strategy.model
+        output_before = _output(model, layer, sample_PD)
         backup = self._change(change, step)
-        output_change = _relative_change(output_before, _output(layer, sample_PD))
+        output_change = _relative_change(output_before, _output(model, layer, sample_PD))
         loss_after = self._validation_loss()
         seconds = perf_counter() - began_s
         self._record(change, step, _Effect(seconds, loss_before, loss_after, output_change))
@@ -138,42 +147,118 @@ class Execution:
             self._plan.policy.undone(name, change, self._state, step)
         self._record(change, step, _Effect(perf_counter() - began_s, *losses), kind="undone")
 
-    def _record(self, change: Change, step: int, effect: _Effect, kind: str | None = None) -> None:
+    def _record(
+        self, change: Change, step: int, effect: _Effect, kind: kinds.ChangeKind | None = None
+    ) -> None:
         structure = self._layers[change.layer].structure
         present = set(structure.ids)
         self._log.write(
-            "expert",
-            step=step,
-            change=kind or change.kind,
-            layer=change.layer,
-            layer_name=structure.name,
-            ids=list(change.ids),
-            parents=list(change.parents),
-            hosts=[list(structure.expert(i).hosts) if i in present else [] for i in change.ids],
-            splits=[list(structure.expert(i).split) if i in present else [] for i in change.ids],
-            reason=change.reason,
-            loss_before=effect.loss_before,
-            loss_after=effect.loss_after,
-            output_change=effect.output_change,
-            seconds=effect.seconds,
-            experts=len(structure.experts),
+            kinds.ExpertChange(
+                step=step,
+                change=kind or change.kind,
+                layer=change.layer,
+                layer_name=structure.name,
+                ids=tuple(change.ids),
+                parents=tuple(change.parents),
+                hosts=tuple(structure.expert(i).hosts if i in present else () for i in change.ids),
+                splits=tuple(structure.expert(i).split if i in present else () for i in change.ids),
+                reason=change.reason,
+                loss_before=effect.loss_before,
+                loss_after=effect.loss_after,
+                output_change=effect.output_change,
+                seconds=effect.seconds,
+                experts=len(structure.experts),
+            )
         )
 
 
 @torch.no_grad()
-def _output(layer: MoELayer, sample_PD: Tensor | None) -> Tensor | None:
-    """Return the layer's output for tokens that all workers have."""
+def _output(model: nn.Module, layer: MoELayer, sample_PD: Tensor | None) -> Tensor | None:
+    """Return the layer's output for tokens that all workers have. All must call it: shards are gathered."""
     if sample_PD is None or not len(sample_PD):
         return None
     was_training = layer.training
     layer.eval()
-    dense = layer.shared.up.weight if layer.shared is not None else layer.gate.weight_ED
-    output, _ = layer(sample_PD.to(dense.dtype))
+    parameters = _computed_with(model, layer)
+    dtype = parameters["shared.up.weight" if layer.shared is not None else "gate.weight_ED"].dtype
+    output, _ = torch.func.functional_call(layer, parameters, (sample_PD.to(dtype),))
     layer.train(was_training)
     return output
+
+
+def _computed_with(model: nn.Module, layer: MoELayer) -> dict[str, Tensor]:
+    """Return the parameters of a layer outside of its bank, which casts its own: whole, and those that are
+    stored in bf16 in fp32."""
+    dense = {name: p.detach() for name, p in layer.named_parameters() if not name.startswith("bank.")}
+    whole = {name: full_tensor(parameter) for name, parameter in dense.items()}
+    return {name: tensor.float() for name, tensor in whole.items()} if is_shortened(model) else whole
 
 
 def _relative_change(before: Tensor | None, after: Tensor | None) -> float | None:
     if before is None or after is None:
         return None
     return float((after - before).norm() / before.norm().clamp(min=1e-12))
+
+
+# --- the form of the optimizer's state, which all workers must know alike
+
+
+def state_spec(layer: RoutedExperts, optimizer: torch.optim.Optimizer, world: World) -> StateSpec:
+    """Return the optimizer state of a layer's experts. A host without any learns it from the others.
+
+    Raises UserError on all hosts if the optimizer of some has other parameter groups."""
+    number_of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups = {role: number_of.get(id(stack)) for _, role, stack in layer.bank.stacks()}
+    frozen = {
+        role: _name_of(stack.dtype) for _, role, stack in layer.bank.stacks() if not stack.requires_grad
+    }
+    own: dict[str, Any] | None = None
+    if layer.bank.held:
+        trained = {role: stack for _, role, stack in layer.bank.stacks() if stack.requires_grad}
+        own = _described(trained, optimizer) | {"frozen": frozen, "groups": groups}
+    gathered = world.gather_values([own, len(optimizer.param_groups)])
+    _check_groups([num_groups for _, num_groups in gathered])
+    described = [entry for entry, _ in gathered if entry is not None]
+    return _spec(max(described, key=lambda entry: len(entry["slots"]))) if described else StateSpec()
+
+
+def _check_groups(numbers: Sequence[int]) -> None:
+    if len(set(numbers)) > 1:
+        raise UserError(
+            f"the optimizer has {' and '.join(map(str, sorted(set(numbers))))} parameter groups on different "
+            "hosts, so that experts cannot change hosts; let build_optimizer return the same groups whatever "
+            "parameters it gets, some of them empty, or use --evolution off --rebalance off"
+        )
+
+
+def _described(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the form of trained stacks, one for each role, and of the optimizer's state, as plain values."""
+    if not trained:
+        return {"slots": [], "values": {}, "dtype": None}
+    roles_of: dict[tuple[str, str, bool, bool, int], list[str]] = {}
+    values: dict[str, Any] = {}
+    for role, stack in trained.items():
+        for name, value in optimizer.state.get(stack, {}).items():
+            if isinstance(value, Tensor):
+                block = BLOCK if isinstance(optimizer, AdamW8bit) and name in optimizer.row_slots else 1
+                slot = (name, _name_of(value.dtype), value.ndim == 0, value.device.type == "cpu", block)
+                roles_of.setdefault(slot, []).append(role)
+            else:
+                values[name] = value
+    slots = [[*slot, roles] for slot, roles in roles_of.items()]
+    dtype = next(iter(trained.values())).dtype
+    return {"slots": slots, "values": values, "dtype": _name_of(dtype)}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _spec(fields: dict[str, Any]) -> StateSpec:
+    slots = [
+        Slot(name, getattr(torch, dtype), is_scalar, on_host, tuple(roles), block)
+        for name, dtype, is_scalar, on_host, block, roles in fields["slots"]
+    ]
+    dtype = getattr(torch, fields["dtype"]) if fields["dtype"] else None
+    frozen = {role: getattr(torch, name) for role, name in fields["frozen"].items()}
+    return StateSpec(tuple(slots), dtype, fields["values"], frozen, fields["groups"])

@@ -1,4 +1,4 @@
-"""Measurements of the experts of all layers at one point of a run: use, routing, similarity.
+"""Measurements of the experts of all layers at one point of a run: use, routing, similarity, and their graph.
 
 All workers take part; the result is the same on each, however the experts are placed."""
 
@@ -15,12 +15,15 @@ from torch.nn import functional as F
 from experts.evolution.views import ExpertView, LayerView, Matrix
 from experts.moe.layer import MoELayer
 from experts.tokens.dispatch import dispatch
+from orchestrator.record.events import kinds
 from orchestrator.train.group.world import World
 
 _SKETCH = 4096
 """Numbers that an expert's weights are reduced to: similarities are then known to about one percent."""
 _PROJECTED = 64
 """Width that the outputs of experts are projected to before they are compared."""
+_EDGES_PER_EXPERT = 4
+_LEAST_VALUE = 0.05  # of a similarity or co-activation that the graph shows
 
 
 @dataclass(frozen=True)
@@ -144,3 +147,55 @@ def _over_hosts(table_EF: Tensor, layer: MoELayer, world: World) -> Tensor:
 
 def _matrix(table: Tensor) -> Matrix:
     return tuple(tuple(row) for row in table.tolist())
+
+
+# --- the graph of the experts
+
+
+def graph_event(
+    step: int, epoch: int, layers: Sequence[MoELayer], measured: Sequence[LayerMeasurement]
+) -> kinds.ExpertGraph:
+    """Return the event of all layers' experts. Experts that are gone by now are left out."""
+    entries = [_graph_layer(layer, entry.view) for layer, entry in zip(layers, measured, strict=True)]
+    return kinds.ExpertGraph(step=step, epoch=epoch, layers=tuple(entries))
+
+
+def _graph_layer(layer: MoELayer, view: LayerView) -> kinds.GraphLayer:
+    structure = layer.structure
+    views = {expert.id: expert for expert in view.experts}
+    experts = [
+        kinds.GraphExpert(
+            id=expert.id,
+            size=expert.size,
+            share=views[expert.id].share if expert.id in views else 0.0,
+            hosts=tuple(expert.hosts),
+            age=views[expert.id].age_steps if expert.id in views else 0,
+            parents=tuple(expert.parents),
+            warming=expert.twin_of is not None or expert.id not in views or views[expert.id].warming,
+        )
+        for expert in structure.experts
+    ]
+    ids = [expert.id for expert in view.experts]
+    present = set(structure.ids)
+    return kinds.GraphLayer(
+        layer=view.layer,
+        name=view.name,
+        experts=tuple(experts),
+        coactivation=_edges(view.coactivation, ids, present),
+        similarity=_edges(view.response_similarity, ids, present),
+    )
+
+
+def _edges(matrix: Matrix, ids: Sequence[int], present: set[int]) -> tuple[kinds.GraphPair, ...]:
+    """Return the strongest pairs of each expert."""
+    chosen: set[tuple[int, int]] = set()
+    for row, values in enumerate(matrix):
+        others = [other for other in range(len(ids)) if other != row and ids[other] in present]
+        strongest = sorted(others, key=lambda other: -abs(values[other]))[:_EDGES_PER_EXPERT]
+        if ids[row] in present:
+            chosen |= {
+                (min(row, other), max(row, other))
+                for other in strongest
+                if abs(values[other]) >= _LEAST_VALUE
+            }
+    return tuple(kinds.GraphPair(ids[a], ids[b], round(matrix[a][b], 4)) for a, b in sorted(chosen))

@@ -7,19 +7,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
-from experts.transformers.files.fingerprint import fingerprint
+from experts.kernels.packed import PackedForm
 from experts.transformers.files.model_weights import ModelWeights
 from experts.transformers.files.original import WritingPlan
-from experts.transformers.files.shards import open_shards
+from experts.transformers.files.shards import fingerprint, open_shards
 from experts.transformers.files.writing import TensorSource
 from experts.transformers.layout import is_experts_module
 from experts.transformers.lora.adapters import LoraOptions
-from experts.transformers.lora.merged import FrozenWeights, MergedWeights
+from experts.transformers.lora.merged import FrozenWeights, MergedWeights, UnpackedWeights
+from experts.transformers.lora.packing import pack_frozen, packed_forms
 from experts.transformers.lora.peft_files import adapter_config, write_adapters
 from experts.transformers.registration import use
+from experts.types import Packing
 from orchestrator.checkpoint.files import load
 from orchestrator.checkpoint.weight_source import CheckpointWeights
 from orchestrator.errors import UserError
@@ -47,6 +50,8 @@ class AdaptedModel:
     """The folder with its config.json and tokenizer."""
     weights_folder: Path | None = None
     """The folder with its safetensors files; None where they are not needed."""
+    packing: Packing | None = None
+    """The form of its frozen weights in training, if they had 4 or 8 bits."""
 
 
 def export_adapters(checkpoint: Path, model: AdaptedModel, target: Path, form: ExportForm) -> Exported:
@@ -75,14 +80,21 @@ def export_merged(
 ) -> Exported:
     """Write a model with the adapters of a checkpoint added to its weights, as ``from_pretrained`` loads it.
 
-    Weights and adapters are read and added tensor by tensor."""
+    Weights and adapters are read and added tensor by tensor. Adapters that were trained beside packed weights
+    are added to the numbers that those stand for."""
     writer = ModelWriter(model.folder, form)
     try:
         with (
             CheckpointWeights(checkpoint, form.averaged) as weights,
             _base_weights(checkpoint, model, weights) as base,
         ):
-            merged = MergedWeights(base, weights, model.options.scale)
+            forms = {} if model.packing is None else _packed_forms(model, model.packing)
+            # Matrices that are packed in the files are read as the numbers that they stand for.
+            in_files = base.packed if isinstance(base, ModelWeights) and model.packing == "nf4" else ()
+            of_base = {name: form for name, form in forms.items() if name not in in_files}
+            # A run from random weights has its packed ones in the checkpoint.
+            sources = UnpackedWeights(base, of_base), UnpackedWeights(weights, forms)
+            merged = MergedWeights(*sources, model.options.scale)
             plan = writer.plan(merged)
             _check_all_written(plan, merged)
             return writer.write(plan, merged, target, on_progress)
@@ -109,11 +121,19 @@ def _base_weights(
             f"{model.weights_folder} holds other weights than those that the adapters of {checkpoint} were "
             "trained with; give the folder of that model: --model FOLDER"
         )
-    base = model_without_memory(model.folder)
-    if any(is_experts_module(module) for module in base.modules()):
-        use(base)
+    base = _model_with_our_experts(model.folder)
     with open_shards(model.weights_folder) as shards:
         yield ModelWeights(base, shards)
+
+
+def _packed_forms(model: AdaptedModel, packing: Packing) -> dict[str, PackedForm]:
+    return packed_forms(pack_frozen(_model_with_our_experts(model.folder), packing))
+
+
+def _model_with_our_experts(folder: Path) -> Any:
+    """Return the model of a folder without memory."""
+    model = model_without_memory(folder)
+    return use(model) if any(is_experts_module(module) for module in model.modules()) else model
 
 
 def _check_all_written(plan: WritingPlan, merged: MergedWeights) -> None:

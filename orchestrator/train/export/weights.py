@@ -79,9 +79,9 @@ class ModelWriter:
     def __init__(self, folder: Path, form: ExportForm) -> None:
         self._folder = folder
         self._shard_bytes = form.shard_bytes
-        self._config = _read_config(folder)
+        config = _read_config(folder)
         self._original = OriginalNames(model_without_memory(folder))
-        self._dtype = DTYPES[form.dtype] if form.dtype else _dtype_of(self._config)
+        self._dtype = DTYPES[form.dtype] if form.dtype else _dtype_of(config)
 
     def plan(self, source: TensorSource) -> WritingPlan:
         """Plan the files. Raises ``ValueError`` where the tensors are of another model."""
@@ -95,7 +95,7 @@ class ModelWriter:
         with new_folder(target) as partial:
             total = write_weights(self._original, plan, source, partial, self._shard_bytes, on_progress)
             copy_small_files(self._folder, partial)
-            config = self._config
+            config = _read_config(partial)
             if self._dtype is not None:
                 config = _with_dtype(config, str(self._dtype).removeprefix("torch."))
             (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

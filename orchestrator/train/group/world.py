@@ -37,6 +37,9 @@ class World:
     group: Group | None = None
     store: Store | None = None
     shares: tuple[float, ...] = ()
+    whole_micro_batches: bool = False
+    """Whether each micro-batch goes to one worker, all of them in turn, so that its size is the same for any
+    number of workers."""
     timeout: timedelta | None = None
     group_factory: GroupFactory | None = None
     """Forms the groups of one generation, which can be left; None where the group lasts to the end."""
@@ -72,9 +75,13 @@ class World:
         """Number of workers with a share of the batch."""
         return sum(share > 0 for share in self.shares) if self.shares else self.size
 
-    def split_batch(self, count: int) -> list[slice]:
-        """Split ``count`` samples over the workers, in order: evenly or by their shares, each sample once."""
-        if not self.shares:
+    def split_batch(self, count: int, micro_batch: int) -> list[slice]:
+        """Split ``count`` samples over the workers, in order: evenly or by their shares, each sample once.
+
+        Of whole micro-batches the last one may be shorter, and the last workers may have none."""
+        if self.whole_micro_batches:
+            bounds = [min(micro_batch * rank, count) for rank in range(self.size + 1)]
+        elif not self.shares:
             bounds = [count * rank // self.size for rank in range(self.size + 1)]
         else:
             total = sum(self.shares)
@@ -92,19 +99,17 @@ class World:
         """Return the maximum of each value over all workers. Waits for all of them."""
         if self.size == 1:
             return list(values)
-        tensor = torch.tensor(list(values), dtype=torch.float64)
-        self._group_for(tensor).all_reduce_max(tensor).wait()
-        return tensor.tolist()
+        return self.max_over_workers(torch.tensor(list(values), dtype=torch.float64)).tolist()
+
+    def max_over_workers(self, tensor: Tensor) -> Tensor:
+        """Take the maximum of each element over all workers, in place."""
+        if self.size > 1:
+            self._group_for(tensor).all_reduce_max(tensor).wait()
+        return tensor
 
     def _group_for(self, tensor: Tensor) -> Group:
         assert self.group is not None, "one process has no group"
         return self.cpu_group if self.cpu_group is not None and tensor.device.type == "cpu" else self.group
-
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of every worker, by rank."""
-        rows = torch.zeros(self.size, len(values), dtype=torch.float64)
-        rows[self.rank] = torch.tensor(list(values), dtype=torch.float64)
-        return self.all_reduce(rows).tolist()
 
     def gather_values(self, value: Any) -> list[Any]:
         """Return the plain values of every worker, by rank, in two collectives for any number of workers."""

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from orchestrator.errors import ResourceError
 from orchestrator.live.callbacks.callback_values import ModelMoment
+from orchestrator.record.events import kinds
 from orchestrator.train.data.steps import StepBatch
 from orchestrator.train.device.memory import free_cached, release_idle
 from orchestrator.train.group.requests import Requests, RequestVotes
 from orchestrator.train.loop.memory_watch import MemoryWatch, known_parts
-from orchestrator.train.loop.step_recorder import StepRecorder
+from orchestrator.train.loop.step_recorder import PendingStep, StepRecorder
 from orchestrator.train.loop.training import LoopHooks, Training
 from orchestrator.train.loop.validation import Validation
-from orchestrator.train.step.pending import PendingStep
 from orchestrator.types import counted, first_line
 
 _NAMED_FAULTS = 5  # of samples that were left out
@@ -51,6 +51,8 @@ class Loop:
         self._checkpoints = training.checkpoints
         self._snapshots = training.snapshots
         self._evolution = training.evolution
+        self._digests = training.digests
+        self._last_digest = training.progress.step
         self._recorder = StepRecorder(training)
         self._validation = Validation(training)
         world = training.stepper.world
@@ -82,6 +84,8 @@ class Loop:
             self._recorder.restart_window()
             if self._evolution is not None:
                 self._evolution.start(self.progress)
+            if self._digests is not None and self._digests.is_due_at_start(self.progress.step):
+                self._digests.write(self.progress.step)
             self._steps_in_progress = self._steps()
         try:
             for _ in range(num_steps):
@@ -135,6 +139,7 @@ class Loop:
                     return Outcome("completed", f"{counted(progress.step, 'step')} done")
                 votes = self._train_step(batch)
                 self._change_experts()
+                self._write_digests()
                 self._let_look("step")
                 if _is_due(self._cadence.evaluate_every, progress.step) and self._out_of_patience():
                     return self._stopped_early()
@@ -197,6 +202,7 @@ class Loop:
         totals = self.stepper.run(batch, progress.step, votes)
         seconds = self.stepper.clock.end()
         progress.step += 1
+        progress.grid_exponent = self.stepper.strategy.grid_exponent
         progress.position += totals.samples
         progress.samples += totals.samples
         progress.place = self._feed.place(progress.position)
@@ -234,18 +240,19 @@ class Loop:
         progress = self.progress
         self._recorder.flush()
         self._log.write(
-            "epoch",
-            epoch=progress.epoch,
-            step=progress.step,
-            seconds=progress.epoch_seconds,
-            samples=progress.position,
-            loss=progress.epoch_loss / max(1.0, progress.epoch_count),
-            samples_per_second=progress.position / max(1e-9, progress.epoch_seconds),
-            memory=self.memory.epoch_peak(),
+            kinds.Epoch(
+                epoch=progress.epoch,
+                step=progress.step,
+                seconds=progress.epoch_seconds,
+                samples=progress.position,
+                loss=progress.epoch_loss / max(1.0, progress.epoch_count),
+                samples_per_second=progress.position / max(1e-9, progress.epoch_seconds),
+                memory=self.memory.epoch_peak(),
+            )
         )
         leak_warning = self.memory.leak_warning()
         if leak_warning is not None:
-            self._log.write("warning", kind="leak", message=leak_warning)
+            self._log.write(kinds.Warned(kind="leak", message=leak_warning))
         progress.start_next_epoch()
         if self._cadence.checkpoint_every == 0:
             # Before the evaluation, which may fail.
@@ -255,7 +262,9 @@ class Loop:
     def record_monitor(self) -> None:
         """Record a reading of the machine, where a monitor runs."""
         if self._monitor is not None:
-            self._log.write("monitor", step=self.progress.step, **self._monitor())
+            sample = self._monitor()
+            step = self.progress.step
+            self._log.write(kinds.Monitor(step=step, host=sample.host, devices=sample.devices))
 
     def _let_look(self, after: ModelMoment) -> None:
         """Let callbacks look at the model, on the main worker. The others wait in their next collective."""
@@ -319,7 +328,7 @@ class Loop:
         except Exception as error:
             # A second error must not hide the first, which is raised.
             message = f"step {self.progress.step} could not be saved: {first_line(error)}"
-            self._log.write("warning", kind="checkpoint", message=message)
+            self._log.write(kinds.Warned(kind="checkpoint", message=message))
 
     # Checkpoints on disk and snapshots in memory. Both flush first: the sums of the epoch are part
     # of the state.
@@ -334,9 +343,23 @@ class Loop:
         if self._last_saved != self._saved_content():
             self._flush_statistics()
             self._report_bad_samples()
+            self._write_digests(saved=True)
             self._checkpoints.save(self.progress)
             self._last_saved = self._saved_content()
             self._let_look("checkpoint")
+        self._recorder.restart_window()
+
+    def _write_digests(self, saved: bool = False) -> None:
+        """Record digests of the state where that is due, once for each step.
+
+        After the changes of experts: the digests are of what the next step trains and a checkpoint has."""
+        step = self.progress.step
+        if self._digests is None or step == self._last_digest or not self._digests.is_due(step, saved):
+            return
+        self._last_digest = step
+        # The sums wait for the device, so the figures of the steps before are read with them.
+        self._recorder.flush()
+        self._digests.write(step)
         self._recorder.restart_window()
 
     def _report_bad_samples(self) -> None:
@@ -353,9 +376,9 @@ class Loop:
             return
         first = [fault for _, faults in by_worker for fault in faults]
         step = self.progress.step
-        self._log.write("bad_samples", step=step, epoch=self.progress.epoch, count=count)
+        self._log.write(kinds.BadSamples(step=step, epoch=self.progress.epoch, count=count))
         message = f"{counted(count, 'sample')} left out by --skip-bad up to step {step}: "
-        self._log.write("warning", kind="data", message=message + "; ".join(first[:_NAMED_FAULTS]))
+        self._log.write(kinds.Warned(kind="data", message=message + "; ".join(first[:_NAMED_FAULTS])))
 
     def _saved_content(self) -> tuple[int, bool]:
         """Return the current step, and whether a checkpoint of it has a result that it needs."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any
 
+from orchestrator.record.events.kinds import Memory
 from orchestrator.train.device.memory import allocated_now, peak_memory, reset_peak
 from orchestrator.train.group.world import World
 from orchestrator.train.loop.training import Training
@@ -23,7 +23,7 @@ class MemoryWatch:
         self._world = world
         self._find_parts = find_parts
         self._run_peak: dict[str, int] = {}
-        self._run_record: dict[str, Any] | None = None
+        self._run_record: Memory | None = None
         self._bytes_after_epochs: list[int] = []
 
     def start_epoch(self) -> None:
@@ -38,7 +38,7 @@ class MemoryWatch:
             self._run_peak[name] = max(value, self._run_peak.get(name, 0))
         return self._run_peak
 
-    def epoch_peak(self) -> dict[str, Any]:
+    def epoch_peak(self) -> Memory:
         """Return the peak memory of this epoch, of the worker that used most, and the parts of it.
 
         All workers must call it."""
@@ -48,25 +48,25 @@ class MemoryWatch:
         """Find the worker that used most over the run, for ``run_record``. All workers must call it."""
         self._run_record = self._largest(self.run_peak())
 
-    def run_record(self) -> dict[str, Any]:
+    def run_record(self) -> Memory:
         """Return the peak memory of the run like ``epoch_peak``; of this worker before ``end_run``."""
-        return self._run_record or self._with_parts(self.run_peak())
+        return self._run_record or Memory(**self.run_peak(), parts=self._parts(self.run_peak()))
 
-    def _largest(self, peak: Mapping[str, int]) -> dict[str, Any]:
-        by_worker = self._world.gather_values(self._with_parts(peak))
+    def _largest(self, peak: Mapping[str, int]) -> Memory:
+        by_worker = self._world.gather_values({**peak, "parts": self._parts(peak)})
         largest = max(by_worker, key=lambda memory: memory["allocated"])
         # The caching allocator may have reserved most on another worker.
         reserved = max(memory["reserved"] for memory in by_worker)
-        rank = {"worker": by_worker.index(largest)} if len(by_worker) > 1 else {}
-        return {**largest, "reserved": reserved, **rank}
+        worker = by_worker.index(largest) if len(by_worker) > 1 else None
+        return Memory(largest["allocated"], reserved, largest["parts"], worker)
 
-    def _with_parts(self, peak: Mapping[str, int]) -> dict[str, Any]:
+    def _parts(self, peak: Mapping[str, int]) -> dict[str, int]:
         known = self._find_parts()
         parts = {name: known[name] for name in MEMORY_PARTS if known.get(name)}
         if self._world.device.type == "cuda":
             # A process on a CPU also holds the interpreter and its libraries: there is no such rest.
             parts["activations"] = max(0, peak["allocated"] - sum(parts.values()))
-        return {**peak, "parts": parts}
+        return parts
 
     def leak_warning(self) -> str | None:
         """Return a warning if the memory in use has grown in each of the last four epochs."""

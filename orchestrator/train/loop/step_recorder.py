@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from experts.host_copy import to_host
 from experts.model import structure_of
 from orchestrator.errors import TrainingFailed
-from orchestrator.record.events.kinds import JsonEvent
+from orchestrator.record.events import kinds
 from orchestrator.train.data.bad_inputs import ADVICE, find_bad_input
-from orchestrator.train.loop.declared_names import DeclaredNames
 from orchestrator.train.loop.training import Training
-from orchestrator.train.step.pending import PendingStep, StepFigures, fetch_figures
+from orchestrator.train.loop.validation import DeclaredNames
+from orchestrator.train.step.totals import Totals, check_metric_names
 
 # The first steps of a process are slower than the rest: marked, and excluded from the throughput.
 _WARM_UP_STEPS = 3
@@ -27,6 +29,49 @@ _BAD_FROM_THE_START = (
     "no weight has been trained yet, so the learning rate is not the cause. Look in the model and the loss "
     "for a division by zero, the logarithm of zero, a mask that leaves nothing, or an overflow"
 )
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose figures are still on the device."""
+
+    step: int
+    epoch: int
+    lr: float
+    seconds: float
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The sums of one step over the global batch, on the host."""
+
+    loss: float
+    norm: float
+    count: float
+    metrics: dict[str, float]
+
+
+def fetch_figures(pending: list[PendingStep]) -> list[StepFigures]:
+    """Copy the figures of several steps to the host: one transfer, and one kernel per figure."""
+    totals = [entry.totals for entry in pending]
+    metric_names = list(totals[0].metrics)
+    for each in totals:
+        check_metric_names(each.metrics, metric_names)
+    columns: list[list[Any]] = [[t.loss for t in totals], [t.norm for t in totals]]
+    columns += [[t.metrics[name] for t in totals] for name in metric_names]
+    # A count is a tensor on the device, or an int that the host knows already.
+    counts_on_device = isinstance(totals[0].count, Tensor)
+    if counts_on_device:
+        columns.append([t.count for t in totals])
+    device = totals[0].loss.device
+    table = torch.stack([torch.stack(column).to(device, torch.float64) for column in columns])
+    figures = []
+    for row, total in zip(to_host(table.T).tolist(), totals, strict=True):
+        count = row[-1] if counts_on_device else float(total.count)
+        metrics = dict(zip(metric_names, row[2:], strict=False))
+        figures.append(StepFigures(row[0], row[1], count, metrics))
+    return figures
 
 
 class StepRecorder:
@@ -84,57 +129,56 @@ class StepRecorder:
             # mean nothing.
             mean_s = (perf_counter() - self._window_began_s) / len(steps)
             steps = [replace(step, seconds=mean_s) for step in steps]
-        events = [self._step_event(*pair) for pair in zip(steps, figures, strict=True)]
+        events: list[kinds.Event] = [self._step_event(*pair) for pair in zip(steps, figures, strict=True)]
         events += self._phases_events(steps)
         events += self._exchange_events(steps)
         events += self._load_events(steps)
         with self._heartbeat.within("save"):  # the drive may be slow
-            self._log.write_all(events)
+            self._log.write(*events)
         self._check_finite(figures, steps)
         if self._declared_names is not None:
             self._declared_names.compare(figures[0].metrics)
         self._warn_of_recompiles()
         self.restart_window()
 
-    def _step_event(self, step: PendingStep, figures: StepFigures) -> JsonEvent:
+    def _step_event(self, step: PendingStep, figures: StepFigures) -> kinds.Step:
         """Return the event of a step, and add the step to the sums of its epoch."""
         count = figures.count
         loss = figures.loss / max(1.0, count)
         self._progress.epoch_loss += loss * count
         self._progress.epoch_count += count
         self._progress.epoch_seconds += step.seconds
-        event = {
-            "event": "step",
-            "time": time.time(),
-            "step": step.step,
-            "epoch": step.epoch,
-            "loss": loss,
-            "grad_norm": figures.norm,
-            "lr": step.lr,
-            "samples": step.totals.samples,
-            "units": step.totals.samples * self._units_per_sample if self._units_per_sample > 1 else count,
-            "seconds": step.seconds,
-            "metrics": {name: value / max(1.0, count) for name, value in figures.metrics.items()},
-        }
-        return event | self._warm_up_mark(step)
+        return kinds.Step(
+            time=time.time(),
+            step=step.step,
+            epoch=step.epoch,
+            loss=loss,
+            grad_norm=figures.norm,
+            lr=step.lr,
+            samples=step.totals.samples,
+            units=step.totals.samples * self._units_per_sample if self._units_per_sample > 1 else count,
+            seconds=step.seconds,
+            metrics={name: value / max(1.0, count) for name, value in figures.metrics.items()},
+            warm_up=self._is_warm_up(step),
+        )
 
-    def _warm_up_mark(self, last: PendingStep) -> JsonEvent:
-        """Return the field that marks an event whose last step is ``last``, if that is a warm-up step.
+    def _is_warm_up(self, last: PendingStep) -> bool:
+        """Return whether an event whose last step is ``last`` is one of the warm-up.
 
         Events are written at the end of the warm-up, so that none mixes its steps with later ones."""
-        return {"warm_up": True} if last.step - self._first_step <= _WARM_UP_STEPS else {}
+        return last.step - self._first_step <= _WARM_UP_STEPS
 
-    def _phases_events(self, steps: Sequence[PendingStep]) -> list[JsonEvent]:
+    def _phases_events(self, steps: Sequence[PendingStep]) -> list[kinds.Event]:
         phases = self._stepper.clock.take()
         if not phases:
             return []
         # The clock's total is of the host, which runs ahead of a GPU: the mean of the steps
         # replaces it.
         total_s = sum(step.seconds for step in steps) / len(steps)
-        mark = self._warm_up_mark(steps[-1])
-        return [self._event("phases", **{**phases, "total": total_s}, **mark)]
+        phases["total"] = total_s
+        return [kinds.Phases(step=self._progress.step, warm_up=self._is_warm_up(steps[-1]), **phases)]
 
-    def _exchange_events(self, steps: Sequence[PendingStep]) -> list[JsonEvent]:
+    def _exchange_events(self, steps: Sequence[PendingStep]) -> list[kinds.Event]:
         """Return the mean cost per step of the token exchange between hosts."""
         per_step = [step.totals.exchange_stats for step in steps]
         stats = [tensor for tensor in per_step if tensor is not None]
@@ -143,30 +187,27 @@ class StepRecorder:
         sent_bytes, rows, seconds_of_all = torch.stack(stats).mean(0).tolist()
         seconds = seconds_of_all / self._stepper.world.size
         return [
-            self._event(
-                "exchange",
+            kinds.Exchange(
+                step=self._progress.step,
                 steps=len(steps),
                 bytes=sent_bytes,
                 rows=rows,
                 seconds=seconds,
-                **self._warm_up_mark(steps[-1]),
+                warm_up=self._is_warm_up(steps[-1]),
             )
         ]
 
-    def _load_events(self, steps: Sequence[PendingStep]) -> list[JsonEvent]:
+    def _load_events(self, steps: Sequence[PendingStep]) -> list[kinds.Event]:
         """Return the tokens per expert of each MoE layer, summed over the steps."""
         if not steps[0].totals.loads:
             return []
         by_layer = zip(*(step.totals.loads for step in steps), strict=True)
-        loads = [torch.stack(layer).sum(0).tolist() for layer in by_layer]
+        loads = tuple(tuple(torch.stack(layer).sum(0).tolist()) for layer in by_layer)
         structures = structure_of(self._stepper.strategy.model)
         # Without ids, expert i has the id i.
         changed = any(layer.ids != tuple(range(len(layer.ids))) for layer in structures)
-        ids = {"ids": [list(layer.ids) for layer in structures]} if changed else {}
-        return [self._event("load", steps=len(steps), loads=loads, **ids)]
-
-    def _event(self, kind: str, **fields: Any) -> JsonEvent:
-        return {"event": kind, "time": time.time(), "step": self._progress.step, **fields}
+        ids = tuple(layer.ids for layer in structures) if changed else ()
+        return [kinds.Load(step=self._progress.step, steps=len(steps), loads=loads, ids=ids)]
 
     def _check_finite(self, figures: Sequence[StepFigures], steps: Sequence[PendingStep]) -> None:
         # Under fp16 an infinite norm is ordinary: the step is skipped and the loss scale halved.
@@ -198,4 +239,4 @@ class StepRecorder:
             return
         message = self._stepper.compiled.recompile_warning()
         if message:
-            self._log.write("warning", kind="compile", message=message)
+            self._log.write(kinds.Warned(kind="compile", message=message))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.config.metric import Mode
 from orchestrator.live.callbacks.callback_values import ModelMoment
 from orchestrator.record.files.log import Log
+from orchestrator.record.machine.monitor import Sample
+from orchestrator.train.checkpoint.digests import Digests
 from orchestrator.train.checkpoint.snapshots import Snapshots
-from orchestrator.train.checkpoint.writer import CheckpointWriter
+from orchestrator.train.checkpoint.writer import CheckpointWriter, NoCheckpoints
 from orchestrator.train.data.steps import Feed
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.engine import Evolution
@@ -51,13 +52,15 @@ class Training:
     cadence: Cadence
     progress: Progress
     log: Log
-    checkpoints: CheckpointWriter
+    checkpoints: CheckpointWriter | NoCheckpoints
     heartbeat: Heartbeat
     evaluation: Evaluation | None = None
     snapshots: Snapshots | None = None
-    """Only expert hosts take snapshots."""
+    """Only hosts that can be replaced take snapshots."""
     evolution: Evolution | None = None
     """Only where experts may change during training."""
+    digests: Digests | None = None
+    """Only of a reproducible run."""
 
     def close(self) -> None:
         """End the threads and processes: checkpoint writer, data loaders, compiler log."""
@@ -67,6 +70,7 @@ class Training:
             self.evaluation.feed.close()
         if self.stepper.compiled is not None:
             self.stepper.compiled.close()
+        self.stepper.strategy.close()
 
 
 @dataclass(frozen=True)
@@ -78,5 +82,5 @@ class LoopHooks:
     after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
     show_model: Callable[[ModelMoment, Progress], None] | None = None
     """Lets callbacks look at the model; None where none does."""
-    monitor: Callable[[], dict[str, Any]] | None = None
+    monitor: Callable[[], Sample] | None = None
     """Returns the newest reading of the machine's memory and utilisation."""

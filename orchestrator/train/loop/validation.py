@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from orchestrator.config.metric import Criterion, missing_metric
+from orchestrator.config.metric import Criterion, declared_metrics, missing_metric
+from orchestrator.config.names.nearest import did_you_mean
 from orchestrator.errors import TrainingFailed
+from orchestrator.record.events import kinds
+from orchestrator.record.files.log import Log
+from orchestrator.tasks.task import Task
 from orchestrator.train.data.bad_inputs import ADVICE, find_bad_input
 from orchestrator.train.evaluation.evaluate import Evaluation
-from orchestrator.train.loop.declared_names import DeclaredNames
 from orchestrator.train.loop.training import Training
 
 _MAX_SEARCHED_SAMPLES = 10_000
@@ -30,6 +33,7 @@ class Validation:
         self._has_warned = False
         self._declared_names = DeclaredNames(training.stepper.strategy.task, training.log)
         average = training.stepper.optimizer.average
+        self._model = training.stepper.strategy.model
         self._average = average if average is not None and average.evaluated else None
 
     @property
@@ -46,7 +50,7 @@ class Validation:
         """Evaluate the current step and record the result. Return whether it is the best so far."""
         assert self._evaluation is not None
         progress = self._progress
-        with self._average.in_place_of_weights() if self._average else nullcontext():
+        with self._average.in_place_of_weights(self._model) if self._average else nullcontext():
             result = self._evaluation()
         if not math.isfinite(result["loss"]) and not self._has_warned:
             self._has_warned = True
@@ -65,7 +69,7 @@ class Validation:
         progress.validation = {**values, "step": progress.step}
         # At the end of an epoch, progress has moved on to the next one already.
         epoch = progress.epoch if progress.position else max(0, progress.epoch - 1)
-        self._log.write("evaluate", step=progress.step, epoch=epoch, best=is_best, **result)
+        self._log.write(kinds.Evaluation(step=progress.step, epoch=epoch, best=is_best, **result))
         return is_best
 
     def _breaks_tie(self, value: float, loss: float) -> bool:
@@ -85,7 +89,7 @@ class Validation:
         finite = f"the first {num_samples} validation samples are finite, but the model's loss of them is not"
         cause = f"{sentence}. {ADVICE}" if sentence else finite
         message = f"step {self._progress.step}: validation loss {result['loss']}: {cause}"
-        self._log.write("warning", kind="data", message=message)
+        self._log.write(kinds.Warned(kind="data", message=message))
 
     @property
     def out_of_patience(self) -> bool:
@@ -97,3 +101,26 @@ def _metric_value(values: Mapping[str, float], metric: str) -> float:
     if metric not in values:
         raise TrainingFailed(missing_metric("--early-stopping-metric", metric, values))
     return values[metric]
+
+
+class DeclaredNames:
+    """The declared names, which are compared once: at the first result that has the metrics' values.
+
+    Metrics with a state are left out: an evaluation refuses them without values."""
+
+    def __init__(self, task: Task, log: Log) -> None:
+        declared = declared_metrics(task)
+        self._names = [name for name, metric in declared.items() if not metric.has_state]
+        self._log = log
+
+    def compare(self, metrics: Collection[str]) -> None:
+        """Warn of declared metrics that are neither the loss nor among those that it returns."""
+        returned = ["loss", *metrics]
+        unknown = [f"{name!r}{did_you_mean(name, returned)}" for name in self._names if name not in returned]
+        self._names = []
+        if unknown:
+            message = (
+                f"metrics declares {', '.join(unknown)}, which the loss does not return; "
+                f"the metrics are: {', '.join(returned)}. Use the same name in both"
+            )
+            self._log.write(kinds.Warned(kind="metric", message=message))

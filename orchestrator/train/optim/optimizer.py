@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from experts.host_copy import to_host
 from orchestrator.config.sections.optim import Schedule
-from orchestrator.train.optim.adamw import AdamW
+from orchestrator.train.optim.adamw import AdamW, has_fp64
+from orchestrator.train.optim.stochastic_rounding import WeightRounding
 from orchestrator.train.optim.weight_average import WeightAverage
 
 MIN_LR_FACTOR = 0.1  # of the peak learning rate, at the end of the cosine
@@ -53,11 +54,13 @@ class ScheduledOptimizer:
         factor: Callable[[int], float],
         schedule: Schedule | None = None,
         average: WeightAverage | None = None,
+        rounding: WeightRounding | None = None,
     ) -> None:
         """``schedule`` names the configured schedule; a task's own has no name and is never rebuilt.
 
-        ``average`` follows the weights."""
+        ``average`` follows the weights. ``rounding`` writes those that are stored in bf16."""
         self.inner = optimizer
+        self.rounding = rounding
         self.average = average
         self.factor = factor
         self._schedule: Schedule | None = schedule
@@ -72,6 +75,8 @@ class ScheduledOptimizer:
 
     def parameters_changed(self) -> None:
         """Take over the parameters that the groups have now."""
+        if self.rounding is not None:
+            self.rounding.parameters_changed()
         self.parameters = [p for group in self.inner.param_groups for p in group["params"]]
         # A graph reads rates from the device in fp32. Where one may be captured, all steps round them alike.
         self._in_fp32 = any(p.is_cuda for p in self.parameters) and not has_fp64(self.parameters)
@@ -115,20 +120,30 @@ class ScheduledOptimizer:
         """Return whether the optimizer's step was called, which may skip the update on the device."""
         if not self.keeps_rates:
             self.set_rates(step)
-        if isinstance(self.inner, torch.optim.SGD):
-            _start_momentum(self.inner)
         if finite is None:
-            self.inner.step()
+            self._step_inner(step)
         elif self._skips_on_device:
             handle: Any = self.inner
             handle.found_inf = (~finite).float()
-            handle.step()
+            self._step_inner(step)
             del handle.found_inf
         elif bool(to_host(finite)):
-            self.inner.step()
+            self._step_inner(step)
         else:
             return False
         return True
+
+    def _step_inner(self, step: int) -> None:
+        if self.rounding is not None:
+            self.rounding.step(step, self._update_in_type)
+        else:
+            self._update_in_type()
+
+    def _update_in_type(self) -> None:
+        """Update the parameters of the optimizer's groups in their own type."""
+        if isinstance(self.inner, torch.optim.SGD):
+            _start_momentum(self.inner)
+        self.inner.step()
 
 
 @torch.no_grad()
@@ -144,11 +159,6 @@ def _start_momentum(optimizer: torch.optim.SGD) -> None:
             state = optimizer.state[parameter]
             if parameter.grad is not None and state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-def has_fp64(parameters: Iterable[Tensor]) -> bool:
-    """Return whether some parameters are in fp64: their steps must round nothing to fp32."""
-    return any(parameter.dtype == torch.float64 for parameter in parameters)
 
 
 def clip_factor(norm: Tensor, factor: float | Tensor, clip_norm: float) -> tuple[Tensor, float | Tensor]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.reading.reader import Resolved
 from orchestrator.storage.address import as_url
+from orchestrator.types import flag_of
 
 if TYPE_CHECKING:
     from orchestrator.train.remote.run import RemoteRun
@@ -29,7 +30,7 @@ def local_records(resolved: Resolved) -> Iterator[Resolved]:
         if resume is not None and as_url(resume) is not None:
             from orchestrator.train.remote.remote_start import downloaded_record
 
-            resolved = _but(resolved, resume=str(stack.enter_context(downloaded_record("--resume", resume))))
+            resolved = _but(resolved, resume=str(stack.enter_context(downloaded_record(resume))))
         yield resolved
 
 
@@ -43,8 +44,7 @@ def local_start(resolved: Resolved, results: Path, note: Callable[[str], None]) 
                 continue
             from orchestrator.train.remote.remote_start import downloaded_start
 
-            flag = f"--{name.replace('_', '-')}"
-            copy = stack.enter_context(downloaded_start(flag, location, results, note))
+            copy = stack.enter_context(downloaded_start(flag_of(name), location, results, note))
             resolved = _but(resolved, **{name: str(copy)})
         yield resolved
 

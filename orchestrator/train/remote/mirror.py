@@ -23,10 +23,11 @@ from time import monotonic
 from orchestrator.checkpoint.files import MANIFEST
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged, TrainingFailed
+from orchestrator.record.events import kinds
 from orchestrator.record.files.log import Log
 from orchestrator.record.files.remote_record import RecordUpload
 from orchestrator.storage.address import upload_command
-from orchestrator.storage.folder import RemoteFolder
+from orchestrator.storage.folder import TRIES, RemoteFolder, retried, wait_seconds
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
     RemoteCheckpoints,
@@ -34,7 +35,6 @@ from orchestrator.train.remote.checkpoints import (
     named_checkpoint,
 )
 from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH, PublishRequest, open_requests
-from orchestrator.train.remote.retry import TRIES, retried, wait_seconds
 from orchestrator.types import first_line
 
 _LOOK_SECONDS = 1.0
@@ -152,7 +152,7 @@ class Mirror:
             raise
         if self._num_failures:
             self._num_failures = 0
-            self._write("notice", message=f"uploads to {self._remote.url} work again")
+            self._write(kinds.Notice(message=f"uploads to {self._remote.url} work again"))
 
     def _warn_of(self, error: Exception) -> None:
         reason = first_line(error, None)
@@ -167,13 +167,13 @@ class Mirror:
             )
 
     def _warn(self, message: str) -> None:
-        self._write("warning", kind="upload", message=message)
+        self._write(kinds.Warned(kind="upload", message=message))
 
-    def _write(self, event: str, **fields: object) -> None:
+    def _write(self, event: kinds.Event) -> None:
         if self._log is not None:
             # A run that has failed has closed its log; the disk of the log may be full.
             with suppress(ValueError, OSError):
-                self._log.write(event, **fields)
+                self._log.write(event)
 
     def _upload_due(self) -> None:
         """Upload the newest checkpoint if it is new, and the record if its time has come."""
@@ -215,7 +215,7 @@ class Mirror:
         step = checkpoint.step
         self._uploaded.add((step, 0, 0))
         self.hosts_upload = True
-        self._write("upload", step=step, path=f"{CHECKPOINTS}/{name}", bytes=num_bytes, seconds=seconds)
+        self._write(kinds.Upload(step=step, path=f"{CHECKPOINTS}/{name}", bytes=num_bytes, seconds=seconds))
 
     def _upload_checkpoints(self) -> None:
         """Publish what the hosts have uploaded. Upload the newest checkpoint, and the best one.
@@ -248,7 +248,7 @@ class Mirror:
         # The checkpoint is published: it counts from here on, whatever happens to the older ones.
         seconds = monotonic() - began_s
         relative_path = f"{CHECKPOINTS}/{path.name}"
-        self._write("upload", step=step, path=relative_path, bytes=num_bytes, seconds=seconds)
+        self._write(kinds.Upload(step=step, path=relative_path, bytes=num_bytes, seconds=seconds))
         self._checkpoints.retain(self._keep, self._best_step)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrator.checkpoint.files import manifest_bytes
 from orchestrator.checkpoint.hashed_file import Hashes, no_progress
 from orchestrator.checkpoint.store import CheckpointStore, StartCheckpoint
-from orchestrator.storage.folder import RemoteFolder
+from orchestrator.storage.folder import RemoteFolder, retried
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
     RemoteCheckpoints,
@@ -22,7 +22,6 @@ from orchestrator.train.remote.checkpoints import (
 )
 from orchestrator.train.remote.node_folder import NodeDownloads
 from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH
-from orchestrator.train.remote.retry import retried
 
 _DOWNLOADED = "downloaded-"
 

@@ -9,22 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.checkpoint.files import MANIFEST, step_of
+from orchestrator.checkpoint.files import is_checkpoint, step_of
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.record.events.effective import effective_events
-from orchestrator.record.files.remote_record import EVENTS, download_record
+from orchestrator.record.files.remote_record import EVENTS
 from orchestrator.record.summary.index import read_fold
 from orchestrator.record.summary.summary import best_evaluation, metric_of_best, write_json
 from orchestrator.storage.address import as_url
-from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
-from orchestrator.train.remote.checkpoints import (
-    CHECKPOINTS,
-    RemoteCheckpoint,
-    RemoteCheckpoints,
-    named_checkpoint,
-)
-from orchestrator.train.remote.local_copy import local_copy
+from orchestrator.storage.folder import RemoteError, RemoteFolder
+from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints
+from orchestrator.train.remote.remote_start import RecordedRun, recorded_run
 
 _ADVICE = "give the folder of a run with checkpoints, or one of its checkpoints"
 
@@ -85,17 +80,14 @@ def opened_checkpoint(location: str | Path, results: Path) -> Iterator[OpenedChe
     if as_url(location) is None:
         yield _local_checkpoint(Path(location))
         return
-    folder = open_folder("the checkpoint", location)
-    checkpoint = named_checkpoint(folder.name)
-    run = folder if checkpoint is None else open_folder("the checkpoint", folder.url.rsplit("/", 2)[0])
-    with local_copy(results, run.url) as copy:
-        yield _download(run, checkpoint, copy)
+    with recorded_run("the checkpoint", location, results) as found:
+        yield _download(found)
 
 
 def _local_checkpoint(path: Path) -> OpenedCheckpoint:
     if not path.is_dir():
         raise UserError(f"{path}: there is no such folder; {_ADVICE}")
-    if (path / MANIFEST).exists() or step_of(path.name) is not None:
+    if is_checkpoint(path) or step_of(path.name) is not None:
         return OpenedCheckpoint(path.absolute(), str(path))
     saved = dict(CheckpointStore(path / CHECKPOINTS, repair=False).newest_first())
     if not saved:
@@ -104,25 +96,19 @@ def _local_checkpoint(path: Path) -> OpenedCheckpoint:
     return OpenedCheckpoint(saved[step].absolute(), str(saved[step]), choice)
 
 
-def _download(run: RemoteFolder, checkpoint: RemoteCheckpoint | None, local: Path) -> OpenedCheckpoint:
-    """Download a checkpoint of a remote run and the record of the run: the best one, if none is given."""
+def _download(found: RecordedRun) -> OpenedCheckpoint:
+    """Download the checkpoint that is named, else the best one of the run."""
     choice = ""
-    download_record(run, local)
-    remote = run / CHECKPOINTS
-    checkpoints = RemoteCheckpoints(remote)
-    published = checkpoints.newest_first()
-    if checkpoint is None:
-        if not published:
-            raise UserError(f"{run.url} holds no checkpoint; {_ADVICE}")
-        step, choice = _choose_step([other.step for other in published], local)
-        checkpoint = next(other for other in published if other.step == step)
-    elif checkpoint not in published:
-        raise UserError(f"{remote.url}/{checkpoint.name}: there is no such checkpoint; {_ADVICE}")
+    checkpoint = found.candidates[0]
+    if found.named is None:
+        step, choice = _choose_step([other.step for other in found.candidates], found.local)
+        checkpoint = next(other for other in found.candidates if other.step == step)
+    remote = found.run / CHECKPOINTS
     try:
-        path = checkpoints.download(checkpoint, local / CHECKPOINTS)
+        path = RemoteCheckpoints(remote).download(checkpoint, found.local / CHECKPOINTS)
     except CheckpointDamaged as error:
         raise CheckpointDamaged(f"{remote.url}: {error}") from None
-    return OpenedCheckpoint(path, f"{remote.url}/{checkpoint.name}", choice, run)
+    return OpenedCheckpoint(path, f"{remote.url}/{checkpoint.name}", choice, found.run)
 
 
 def _choose_step(steps: Sequence[int], record: Path) -> tuple[int, str]:

@@ -1,7 +1,7 @@
 """The checkpoint of another remote run that a run begins with: ``--resume URL``, ``--init-from URL``.
 
 The process that the user starts downloads it, and verifies it before anything else begins. Workers on
-nodes that do not see this copy download their own (``node_start``)."""
+nodes that do not see this copy download their own (``node_folder.NodeStart``)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import TemporaryDirectory, gettempdir
 
 from orchestrator.checkpoint.files import MANIFEST, step_name
 from orchestrator.config.settings import Config
-from orchestrator.errors import CheckpointDamaged, UserError
+from orchestrator.errors import CheckpointDamaged, OrchestratorError, UserError
 from orchestrator.record.files.remote_record import EVENTS, download_record, is_needed
-from orchestrator.run.run_dir import REMOTE, downloaded_copy, write_remote
+from orchestrator.run.run_dir import DOWNLOADED, REMOTE, downloaded_copy, write_remote
 from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
@@ -24,7 +24,6 @@ from orchestrator.train.remote.checkpoints import (
     RemoteCheckpoints,
     named_checkpoint,
 )
-from orchestrator.train.remote.local_copy import local_copy
 from orchestrator.types import counted
 
 START = "start.json"
@@ -83,7 +82,7 @@ def downloaded_start(
     """Yield a local copy of what ``--resume`` or ``--init-from`` names: a checkpoint, or a run folder.
 
     It is removed at the end. Raises ``UserError`` if there is none."""
-    with _recorded_run(flag, location, results) as found:
+    with recorded_run(flag, location, results) as found:
         with _user_errors(found.given):
             checkpoint, path = _first_good(found, note)
         content = {"run": found.run.url, "checkpoint": checkpoint.name}
@@ -92,17 +91,17 @@ def downloaded_start(
 
 
 @contextmanager
-def downloaded_record(flag: str, location: str | Path) -> Iterator[Path]:
+def downloaded_record(location: str | Path) -> Iterator[Path]:
     """Yield a copy of the record of the run that ``--resume`` names, to plan with its settings.
 
     It has no checkpoint, and is removed at the end. Raises ``UserError`` if there is no run."""
-    with _recorded_run(flag, location, Path(gettempdir())) as found:
+    with recorded_run("--resume", location, Path(gettempdir())) as found:
         yield found.local
 
 
 @dataclass(frozen=True)
-class _RecordedRun:
-    """A remote run that another one begins with."""
+class RecordedRun:
+    """A remote run of which a checkpoint is read."""
 
     given: str
     """The flag with its address, for messages."""
@@ -116,7 +115,7 @@ class _RecordedRun:
 
 
 @contextmanager
-def _recorded_run(flag: str, location: str | Path, results: Path) -> Iterator[_RecordedRun]:
+def recorded_run(flag: str, location: str | Path, results: Path) -> Iterator[RecordedRun]:
     """Find a run, and copy its record into a folder below ``results`` while the block runs."""
     folder = open_folder(flag, location)
     given = f"{flag} {folder.url}"
@@ -128,7 +127,7 @@ def _recorded_run(flag: str, location: str | Path, results: Path) -> Iterator[_R
         write_remote(local, folder.url)
         with _user_errors(given):
             download_record(run, local)
-        yield _RecordedRun(given, run, named, candidates, local)
+        yield RecordedRun(given, run, named, candidates, local)
 
 
 @contextmanager
@@ -176,7 +175,7 @@ def _candidates(given: str, run: RemoteFolder, named: RemoteCheckpoint | None) -
     return chosen[:1]
 
 
-def _first_good(found: _RecordedRun, note: Callable[[str], None]) -> tuple[RemoteCheckpoint, Path]:
+def _first_good(found: RecordedRun, note: Callable[[str], None]) -> tuple[RemoteCheckpoint, Path]:
     """Download the first checkpoint that is good. Return it with its local path."""
     checkpoints = RemoteCheckpoints(found.run / CHECKPOINTS)
     candidates = found.candidates
@@ -190,3 +189,21 @@ def _first_good(found: _RecordedRun, note: Callable[[str], None]) -> tuple[Remot
                 note(f"warning: skipped checkpoint {checkpoint.name} of {found.run.url}: {error}")
     damaged = "the checkpoint is" if len(candidates) == 1 else f"all {len(candidates)} checkpoints are"
     raise UserError(f"{found.given}: {damaged} damaged ({damage}); give another run or checkpoint")
+
+
+@contextmanager
+def local_copy(results: Path, url: str) -> Iterator[Path]:
+    """Yield an empty folder for a copy of a remote run; errors of the block name its address.
+
+    It is below ``results``, which other nodes may see too, and removed at the end."""
+    results.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=DOWNLOADED, dir=results) as name:
+        copy = Path(name)
+        try:
+            yield copy
+        except OrchestratorError as error:
+            for path in {str(copy), str(copy.resolve())}:
+                error.args = tuple(
+                    value.replace(path, url) if isinstance(value, str) else value for value in error.args
+                )
+            raise

@@ -15,10 +15,11 @@ from time import perf_counter
 from orchestrator.checkpoint.files import step_name
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
+from orchestrator.record.events import kinds
 from orchestrator.record.files.log import Log
 from orchestrator.record.files.remote_record import download_record, holds_record
 from orchestrator.run.run_dir import how_to_resume, new_folder, write_remote
-from orchestrator.storage.folder import RemoteError, RemoteFolder
+from orchestrator.storage.folder import RemoteError, RemoteFolder, retried
 from orchestrator.train.remote.checkpoints import (
     CHECKPOINTS,
     RemoteCheckpoint,
@@ -26,7 +27,6 @@ from orchestrator.train.remote.checkpoints import (
     best_step,
 )
 from orchestrator.train.remote.mirror import Mirror
-from orchestrator.train.remote.retry import retried
 from orchestrator.train.worker.run import record_failure
 from orchestrator.types import first_line
 
@@ -66,7 +66,7 @@ class RemoteRun:
             return
 
         def warn(message: str) -> None:
-            log.write("warning", kind="checkpoint", message=message.removeprefix("warning: "))
+            log.write(kinds.Warned(kind="checkpoint", message=message.removeprefix("warning: ")))
 
         try:
             retried(lambda: download_newest(self.folder, self.local, warn))

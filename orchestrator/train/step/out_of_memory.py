@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Literal
 
 from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError
+from orchestrator.record.events import kinds
 from orchestrator.record.files.log import Emit
 from orchestrator.tasks.user_code import raised_in_user_code, user_code
 from orchestrator.train.device.compiling import is_compile_error
@@ -50,6 +51,8 @@ class StepRecovery:
         """
         can_repeat = self._world.size == 1 or self._strategy.needs_vote
         if is_out_of_memory(error):
+            if self._strategy.reproducible:
+                raise self.no_smaller_passes(f"at step {step + 1}") from None
             if not can_repeat:
                 raise OutOfMemory(
                     f"worker {self._world.rank} ran out of memory at step {step + 1} "
@@ -58,7 +61,7 @@ class StepRecovery:
                 ) from None
             return "exhausted" if self.max_pass_samples == 1 else "halve"
         if is_compiled and is_compile_error(error) and can_repeat:
-            self._emit("compile", status="failed", seconds=0.0, detail=_error_summary(error))
+            self._emit(kinds.Compile(status="failed", seconds=0.0, detail=_error_summary(error)))
             return "uncompile"
         if self._world.size > 1 and is_communication_error(error):
             return None
@@ -71,6 +74,14 @@ class StepRecovery:
         """Return the worst problem of any worker; all workers then recover from it together."""
         worst = self._world.all_reduce_max([float(_PROBLEMS.index(problem))])[0]
         return _PROBLEMS[int(worst)]
+
+    def no_smaller_passes(self, where: str) -> ResourceError:
+        """Return the error of a run whose micro-batches cannot be divided."""
+        return ResourceError(
+            f"worker {self._world.rank} ran out of memory {where}; the micro-batches of {self.pass_samples} "
+            "samples are part of a reproducible run and cannot be divided; start it again with a smaller "
+            "--batch-size"
+        )
 
     def shrink_passes(self, problem: Problem, step: int) -> None:
         """Halve the passes after an attempt that ran out of memory."""
@@ -86,11 +97,12 @@ class StepRecovery:
         self._good_steps = 0
         self._steps_to_grow *= 2
         self._emit(
-            "oom",
-            step=step + 1,
-            micro_batch=before,
-            next_micro_batch=self.max_pass_samples,
-            where=str(self._world.device),
+            kinds.OutOfMemory(
+                step=step + 1,
+                micro_batch=before,
+                next_micro_batch=self.max_pass_samples,
+                where=str(self._world.device),
+            )
         )
 
     def grow_back(self, step: int) -> None:
@@ -105,9 +117,11 @@ class StepRecovery:
             self._good_steps = 0
             self._strategy.micro_batch_changed()
             self._emit(
-                "warning",
-                kind="memory",
-                message=f"step {step + 1}: memory allows again; micro-batch back to {self.max_pass_samples}",
+                kinds.Warned(
+                    kind="memory",
+                    message=f"step {step + 1}: memory allows again; micro-batch back to "
+                    f"{self.max_pass_samples}",
+                )
             )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.moe.context import StepContext
+from orchestrator.errors import UserError
 from orchestrator.train.data.steps import MicroBatch, StepBatch
 from orchestrator.train.device.batches import slice_batch
 from orchestrator.train.device.precision import Precision
@@ -56,6 +57,8 @@ class Preview:
     precision: Precision
     max_pass_samples: int
     noise_seed: int
+    seed_micro_batch: Callable[[int], None] = lambda _: None
+    """Seeds the draws of a micro-batch by its number, as its training does."""
 
     @property
     def model(self) -> nn.Module:
@@ -63,6 +66,9 @@ class Preview:
 
     @property
     def is_single_pass(self) -> bool:
+        # A choice that must not depend on the workers: with several, each may have a single pass.
+        if self.strategy.reproducible:
+            return False
         # Only expert hosts wait for each other in a pass; others may have none.
         joint = self.world.size == 1 or self.strategy.context.exchange.size == self.world.size
         return joint and is_single_pass(self.step, self.max_pass_samples)
@@ -81,6 +87,7 @@ class Preview:
         return results
 
     def _results(self, micro_batch: MicroBatch, function: Callable[[Any], Any]) -> Iterator[Any]:
+        self.seed_micro_batch(micro_batch.number)
         passes = split_passes(micro_batch, micro_batch.fetch(), self.max_pass_samples, self.noise_seed)
         with nullcontext() if micro_batch.num_samples else self.strategy.dummy_pass():
             for each in passes:
@@ -88,4 +95,20 @@ class Preview:
                     yield function(each.batch)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self.world.all_reduce(tensor.to(self.world.device))
+        own = tensor.to(self.world.device)
+        if not (self.strategy.reproducible and own.is_floating_point()):
+            return self.world.all_reduce(own)
+        _check_whole(own)
+        # In fp64 the sums of whole numbers are exact below 2**53, and so in any order.
+        return self.world.all_reduce(own.double()).to(own.dtype)
+
+
+def _check_whole(numbers: Tensor) -> None:
+    """Refuse sums of a step that depend on how its micro-batches are divided among the workers."""
+    broken = numbers[numbers != numbers.round()]
+    if broken.numel():
+        raise UserError(
+            f"prepare_step of the task adds up {float(broken[0]):.9g} over the workers, and with "
+            "--reproducible only whole numbers have the same sum on any number of workers: add up counts, "
+            "or multiples of a small step by their numbers, or leave --reproducible out"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Totals:
     """Squared norms of gradients that live on one worker each, of all workers."""
     exchange_stats: Tensor | None = None
     """Bytes, rows and seconds of the token exchange, summed over the hosts."""
+    parts: tuple[tuple[int, Totals], ...] = ()
+    """The totals of each micro-batch by its number, where they are summed in the order of micro-batches."""
 
     @classmethod
     def from_loss(cls, loss: Loss, weight: float, samples: int, copy: bool) -> Totals:
@@ -69,7 +71,12 @@ class Totals:
             metrics={name: value + other.metrics[name] for name, value in self.metrics.items()},
             loads=tuple(a + b for a, b in zip(self.loads, other.loads, strict=True)),
             samples=self.samples + other.samples,
+            parts=(*self.parts, *other.parts),
         )
+
+    def numbered(self, number: int) -> Totals:
+        """Return these totals of one micro-batch with its number, for sums in their order."""
+        return replace(self, parts=((number, self),))
 
 
 @dataclass(frozen=True)
@@ -134,8 +141,11 @@ class TotalsReducer:
         votes: Sequence[float] = NO_VOTES,
         expert_grad_squares: Tensor | None = None,
         exchange_stats: Sequence[float] = (0.0, 0.0, 0.0),
+        num_parts: int = 0,
     ) -> Totals:
-        """Return the totals of all workers. ``totals`` is None on a worker without samples."""
+        """Return the totals of all workers. ``totals`` is None on a worker without samples.
+
+        With ``num_parts`` micro-batches of all workers, figures are summed in the order of these."""
         if self._metrics is None:
             layout = None
             if totals is not None:
@@ -146,34 +156,47 @@ class TotalsReducer:
         # One vector: requests and exchange statistics, squared norms, then the sums themselves.
         head = _to_device([*votes, *exchange_stats], device)
         squares = head.new_zeros(self._num_squares) if expert_grad_squares is None else expert_grad_squares
-        vector = self.world.all_reduce(torch.cat([head, squares, self._pack(totals, device)]))
+        loads = self._pack_loads(totals, device)
+        parts = self._pack_parts(totals, num_parts, device)
+        vector = self.world.all_reduce(torch.cat([head, squares, loads, parts.flatten()]))
         squares_end = len(head) + self._num_squares
-        result = self._unpack(vector[squares_end:])
+        loads, parts = vector[squares_end:].split([len(loads), parts.numel()])
+        result = self._unpack(loads, parts.view(num_parts, -1).sum(0) if num_parts else parts)
         result.samples = samples
         result.votes = vector[: len(votes)]
         result.exchange_stats = vector[len(votes) : len(head)]
         result.expert_grad_squares = vector[len(head) : squares_end] if self._num_squares else None
         return result
 
-    def _pack(self, totals: Totals | None, device: torch.device) -> Tensor:
+    def _pack_loads(self, totals: Totals | None, device: torch.device) -> Tensor:
+        if totals is None or not totals.loads:
+            return torch.zeros(sum(self._num_experts), dtype=torch.float64, device=device)
+        return torch.cat([load.to(device, torch.float64) for load in totals.loads])
+
+    def _pack_parts(self, totals: Totals | None, num_parts: int, device: torch.device) -> Tensor:
+        """Return a row for each micro-batch, which one worker fills in; else one that all add to."""
+        if totals is not None and not num_parts:
+            return self._figures(totals, device).unsqueeze(0)
+        shape = (max(1, num_parts), 2 + len(self._metrics or []))
+        figures = torch.zeros(shape, dtype=torch.float64, device=device)
+        for number, part in () if totals is None else totals.parts:
+            figures[number] = self._figures(part, device)
+        return figures
+
+    def _figures(self, totals: Totals, device: torch.device) -> Tensor:
         names = self._metrics or []
-        if totals is None:
-            return torch.zeros(2 + len(names) + sum(self._num_experts), dtype=torch.float64, device=device)
         check_metric_names(totals.metrics, names)
         # In the order of all workers: a loss may name its metrics in another one.
         scalars = [totals.loss, totals.count, *(totals.metrics[name] for name in names)]
-        loads = [load.to(device, torch.float64) for load in totals.loads]
-        return torch.cat([_as_vector(value, device) for value in scalars] + loads)
+        return torch.cat([_as_vector(value, device) for value in scalars])
 
-    def _unpack(self, vector: Tensor) -> Totals:
-        names = self._metrics or []
-        num_scalars = 2 + len(names)
-        loss, count, *metrics = vector[:num_scalars].unbind()
-        loads: tuple[Tensor, ...] = ()
+    def _unpack(self, loads: Tensor, figures: Tensor) -> Totals:
+        loss, count, *metrics = figures.unbind()
+        by_layer: tuple[Tensor, ...] = ()
         if self._num_experts:
-            by_layer = vector[num_scalars:].split(self._num_experts)
-            loads = tuple(load.to(torch.int64) for load in by_layer)
-        return Totals(loss, count, dict(zip(names, metrics, strict=True)), loads, samples=0)
+            by_layer = tuple(load.to(torch.int64) for load in loads.split(self._num_experts))
+        named = dict(zip(self._metrics or [], metrics, strict=True))
+        return Totals(loss, count, named, by_layer, samples=0)
 
 
 def check_metric_names(found: Collection[str], first: Collection[str]) -> None:

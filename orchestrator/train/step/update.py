@@ -14,6 +14,7 @@ from orchestrator.train.device.precision import Precision
 from orchestrator.train.group.requests import Votes
 from orchestrator.train.group.world import World
 from orchestrator.train.optim.optimizer import ScheduledOptimizer, clip_factor
+from orchestrator.train.optim.shards import is_sharded, local_part
 from orchestrator.train.step.out_of_memory import StepRecovery
 from orchestrator.train.step.totals import Totals, TotalsReducer
 from orchestrator.train.strategies.base import Strategy
@@ -45,7 +46,8 @@ class WeightUpdate:
     def _divide_clip_and_step(self, totals: Totals, step: int) -> None:
         """Divide gradients by the count of the global batch, clip them, and update the weights."""
         gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
-        gradients = self.strategy.local_parts(gradients)
+        if is_sharded(self.strategy.model):
+            gradients = [local_part(gradient) for gradient in gradients]
         count = totals.count
         count = count.double().clamp(min=1) if isinstance(count, Tensor) else max(1, count)
         factor: float | Tensor = totals.nominal_count / count
@@ -78,7 +80,7 @@ class StepReduction:
         """Return the sums of all workers; gradients are summed in place.
 
         ``nominal_count`` is the number by which this worker has divided its gradients."""
-        if self._world.size == 1:
+        if self._world.size == 1 and not self._strategy.reproducible:
             assert totals is not None
             return _of_one_process(totals, batch, nominal_count)
         factor = self._sum_gradients()
@@ -88,6 +90,7 @@ class StepReduction:
             (*votes, float(batch.next_samples or 0)),
             self._strategy.expert_grad_squares(),
             self._strategy.exchange_stats(),
+            batch.num_parts if self._strategy.reproducible else 0,
         )
         assert global_totals.votes is not None
         self._check_next(batch, global_totals.votes[-1])
@@ -101,6 +104,8 @@ class StepReduction:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            if self._strategy.reproducible:
+                raise self._recovery.no_smaller_passes("in the sum of gradients") from None
             raise OutOfMemory(
                 f"worker {self._world.rank} ran out of memory in the sum of gradients",
                 self._recovery.pass_samples,

@@ -15,16 +15,21 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from experts.balance import gated_layers, moe_layers
+from experts.moe.token_dropout import token_dropouts
 from orchestrator.errors import UserError
+from orchestrator.record.events import kinds
 from orchestrator.record.files.log import Emit
 from orchestrator.train.data.steps import StepBatch
 from orchestrator.train.device.batches import tensors_of
-from orchestrator.train.optim.optimizer import ScheduledOptimizer
+from orchestrator.train.device.precision import Precision
+from orchestrator.train.optim.adamw import AdamW
+from orchestrator.train.optim.optimizer import ScheduledOptimizer, has_fp64
 from orchestrator.train.step.totals import PackedTotals, Totals
 from orchestrator.train.step_graph.layout import copy_tensors, layout_of_step, map_tensors
-from orchestrator.train.step_graph.python_state import PythonState, host_generator_states
+from orchestrator.train.step_graph.python_state import PythonState, find_hook, host_generator_states
 from orchestrator.train.step_graph.recorder import CaptureFailed, Recorder
 from orchestrator.train.strategies.base import Strategy
 
@@ -36,6 +41,7 @@ _MAX_LAYOUTS = 64  # that are counted: batches with texts or numbers of samples 
 
 Compute = Callable[[StepBatch], Totals]
 """Does a whole step: forward, backward, reduction and update."""
+_OPTIMIZERS = (AdamW, torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class StepGraphs:
         """Use no graphs any more."""
         self.is_on = False
         self.drop()
-        self._emit("cuda_graph", status="failed" if failed else "off", seconds=0.0, detail=reason)
+        self._emit(kinds.CudaGraph(status="failed" if failed else "off", seconds=0.0, detail=reason))
 
     def _approach(
         self, layout: Hashable, batch: StepBatch, data: Sequence[Any], step: int, compute: Compute
@@ -157,7 +163,7 @@ class StepGraphs:
         graph = _Graph(list(tensors_of(inputs)), repeat)
         self._graphs[layout] = graph
         detail = f"steps of {batch.global_samples} samples, from step {step + 1} on"
-        self._emit("cuda_graph", status="captured", seconds=perf_counter() - began_s, detail=detail)
+        self._emit(kinds.CudaGraph(status="captured", seconds=perf_counter() - began_s, detail=detail))
         return graph
 
     def _is_unchanged(self) -> bool:
@@ -225,3 +231,47 @@ class DeviceRates:
             self._optimizer.keeps_rates = False
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
+
+
+# --- obstacles to the capture that are known before the first step
+
+
+def find_obstacle(
+    strategy: Strategy, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device
+) -> str | None:
+    """Return why the steps of this model cannot be captured; None if there is no known obstacle."""
+    if hasattr(strategy.task, "prepare_step"):
+        return "the task looks at each step before it is trained (prepare_step)"
+    hook = find_hook(strategy.model)
+    if hook is not None:
+        return f"{hook} has a hook, which a graph would not call"
+    return _optimizer_obstacle(optimizer) or _experts_obstacle(strategy.model, precision, device)
+
+
+def _optimizer_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+    handle: Any = optimizer
+    name = type(optimizer).__name__
+    if type(optimizer) not in _OPTIMIZERS or not all(group.get("fused") for group in optimizer.param_groups):
+        return f"{name} does not run in one kernel: only fused AdamW, Adam and SGD can be captured"
+    if handle._optimizer_step_pre_hooks or handle._optimizer_step_post_hooks:
+        return f"{name} has a hook, which a graph would not call"
+    if has_fp64(p for group in optimizer.param_groups for p in group["params"]):
+        return "the weights are in fp64, and a graph reads the learning rate in fp32"
+    return None
+
+
+def _experts_obstacle(model: nn.Module, precision: Precision, device: torch.device) -> str | None:
+    for name, _ in token_dropouts(model):
+        return f"the dropout {name} depends on the step"
+    for name, layer in gated_layers(model):
+        if layer.jitter:
+            return f"the noise of the gate {name} depends on the step"
+        if layer.statistics is not None or layer.twin_E is not None:
+            return f"the experts of {name} may change in training"
+    for name, layer in moe_layers(model):
+        if layer.capacity is not None:
+            return f"the host counts the rows that a capacity leaves to {name}"
+        dtype = precision.dtype or next(layer.bank.parameters()).dtype
+        if layer.bank.waits_for_counts(device, dtype):
+            return f"the host counts the rows of the experts of {name}: of several sizes, or in a loop"
+    return None

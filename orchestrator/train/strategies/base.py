@@ -13,10 +13,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from experts.model import attach
+from experts.moe.bank import ExpertBank, SizeClass
 from experts.moe.context import MoEContext
+from experts.tokens.exchange import GroupExchange
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Task
 from orchestrator.train.optim.gradient_norm import norm_of_gradients
+
+MORE_ROWS = "more rows than their bound (--exchange-rows)"
+"""Why a step of expert hosts is repeated whose rows were cut."""
 
 
 class Strategy:
@@ -24,6 +29,8 @@ class Strategy:
 
     lockstep = False
     """Whether a forward pass waits for the other workers; then each must compute every micro-batch."""
+    reproducible = False
+    """Whether each micro-batch is computed and counted by itself, so that no bit depends on the workers."""
     num_expert_grads = 0
     """Number of gradients that live on one worker each, over all workers."""
 
@@ -32,12 +39,25 @@ class Strategy:
         self.task = task
         self.context = context or MoEContext()
         attach(model, self.context)
+        exchange = self.context.exchange
+        self._exchange = exchange if isinstance(exchange, GroupExchange) else None
+        """The exchange of tokens with other hosts; None where no expert lives on another one."""
+        self._trained_ids = {id(p) for p in model.parameters()}
         self._has_sync_batchnorm = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
     @property
     def needs_vote(self) -> bool:
         """Whether workers vote, before gradients are reduced, on whether all of their passes succeeded."""
         return False
+
+    @property
+    def grid_exponent(self) -> int | None:
+        """The exponent of the grid of exact sums in the next step, part of the state; None without any."""
+        return None
+
+    @grid_exponent.setter
+    def grid_exponent(self, exponent: int | None) -> None:
+        del exponent
 
     def begin_step(self, all_have_samples: bool) -> None:
         """Prepare for a step; ``all_have_samples`` if every worker has samples in every micro-batch."""
@@ -47,6 +67,10 @@ class Strategy:
                 "epoch is too small: choose a --global-batch-size that leaves a larger rest, or fewer "
                 "--workers"
             )
+        if self._exchange is not None:
+            self._exchange.meter.take()  # drop the costs of an evaluation
+        if self.context.bounds is not None:
+            self.context.bounds.begin_attempt()
 
     def loss(self, batch: Any, last: bool) -> Any:  # noqa: ARG002
         """Return the task's loss.
@@ -65,24 +89,28 @@ class Strategy:
     def micro_batch_proven(self) -> None:
         """Treat the micro-batch size as one that fits in memory."""
 
-    def local_parts(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return this worker's part of each gradient; the memory is shared."""
-        return gradients
-
     def experts_changed(self) -> None:
         """Take over the parameters of experts and gates that were replaced."""
+        if self.context.bounds is not None:
+            self.context.bounds.forget()
 
     def set_trained(self, parameters: Sequence[Tensor]) -> None:
         """Set the parameters of the optimizer. The gradient norm covers these alone."""
+        self._trained_ids = {id(p) for p in parameters}
 
     @contextmanager
     def dummy_pass(self) -> Iterator[None]:
         """Undo the effects of a pass over dummy samples when the block ends."""
         yield
 
-    def rows_fit(self) -> bool:
-        """Return whether all tokens reached their experts in this attempt at a step, on all workers."""
-        return True
+    def why_repeat(self, expert_squares: Tensor | None) -> str | None:  # noqa: ARG002
+        """Return why this attempt at a step must be repeated, the same on all workers; None if it counts.
+
+        The gradients are summed over the workers, and so are ``expert_squares``."""
+        bounds = self.context.bounds
+        if bounds is None or self._exchange is None or bounds.end_attempt(self._exchange.group):
+            return None
+        return MORE_ROWS
 
     def expert_grad_squares(self) -> Tensor | None:
         """Return squared norms of gradients that live on one worker each, zero for other workers' ones."""
@@ -95,6 +123,28 @@ class Strategy:
         """
         return norm_of_gradients(gradients)
 
+    def close(self) -> None:
+        """Let go of the model, which its owner may train further."""
+
     def exchange_stats(self) -> tuple[float, float, float]:
         """Return bytes and rows sent, and seconds spent, by the token exchange since the last call."""
-        return 0.0, 0.0, 0.0
+        if self._exchange is None:
+            return 0.0, 0.0, 0.0
+        sent, rows, seconds = self._exchange.meter.take()
+        return float(sent), float(rows), seconds
+
+
+def placed_stacks(banks: Sequence[ExpertBank]) -> Iterator[tuple[ExpertBank, SizeClass, nn.Parameter, int]]:
+    """Yield each stack of experts with the position of its role's first weight among all weights of experts.
+
+    Each weight of an expert has one position, by layer, role and row, whatever its host."""
+    begin = 0
+    for bank in banks:
+        for group, role, stack in bank.stacks():
+            yield bank, group, stack, begin + bank.form.roles.index(role) * len(bank.sizes)
+        begin += num_weights(bank)
+
+
+def num_weights(bank: ExpertBank) -> int:
+    """Return the number of weights of a bank's experts, those on other hosts included."""
+    return len(bank.form.roles) * len(bank.sizes)

@@ -1,13 +1,16 @@
-"""Buffers of a model: those that workers share, and the running statistics of its norms."""
+"""Buffers of a model: those that workers share, and the statistics that a forward pass changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from experts.balance import gated_layers
+from experts.moe.context import MoEContext
 from orchestrator.errors import UserError
 
 BufferChoice = Callable[[nn.Module], list[Tensor]]
@@ -40,3 +43,37 @@ def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         raise UserError("--sync-batchnorm: the model has no batch norm; remove the option")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model, dist.group.WORLD)
+
+
+class StepStatistics:
+    """The running statistics of norms, and the statistics of routing, with a copy of each to put back.
+
+    A step that is repeated must find them as they were, and one that is skipped leaves them so."""
+
+    def __init__(self, model: nn.Module, context: MoEContext) -> None:
+        layers = [layer for _, layer in gated_layers(model)]
+        routing = [b for layer in layers if layer.statistics is not None for b in layer.statistics.of_step]
+        self._running = [(buffer.detach().clone(), buffer) for buffer in running_statistics(model)]
+        self._routing = [(buffer.clone(), buffer) for buffer in routing]
+        self._context = context
+        self._is_saved = False
+
+    @property
+    def _changing(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the copies and the buffers that this step changes."""
+        return [*self._running, *self._routing] if self._context.observing else self._running
+
+    def save(self) -> None:
+        self._is_saved = True
+        for copy, buffer in self._changing:
+            copy.copy_(buffer)
+
+    def forget(self) -> None:
+        """Begin an attempt that has not saved anything yet."""
+        self._is_saved = False
+
+    def restore(self, finite: Tensor | None = None) -> None:
+        """Put the statistics back, if this attempt has saved them; with ``finite``, only if that is false."""
+        if self._is_saved:
+            for copy, buffer in self._changing:
+                buffer.copy_(copy if finite is None else torch.where(finite, buffer, copy))

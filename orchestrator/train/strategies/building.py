@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from experts.tokens.bounds import ExchangeBounds
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
+from orchestrator.record.events import kinds
 from orchestrator.record.files.log import Emit
 from orchestrator.tasks.task import Task
 from orchestrator.train.group.world import World
@@ -18,10 +20,11 @@ from orchestrator.train.strategies.buffers import (
     persistent_buffers,
     running_statistics,
 )
-from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
-from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
+from orchestrator.train.strategies.ddp import DDPStrategy
+from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy, ShardedDenseStrategy
 from orchestrator.train.strategies.fsdp import FSDPStrategy, shard_model
-from orchestrator.train.strategies.sharded_dense import ShardedDenseStrategy
+from orchestrator.train.strategies.reproducible import ReproducibleStrategy
+from orchestrator.train.strategies.reproducible_shards import ShardedReproducibleStrategy
 
 
 def build_strategy(
@@ -30,31 +33,42 @@ def build_strategy(
     """Return what the world does with a model, which it moves to the device or shards.
 
     ``divided`` says that the model has the experts of this host alone."""
-    if world.size == 1:
+    if config.run.reproducible:
+        strategy = _build_reproducible(plan, task, world, model, divided)
+    elif world.size == 1:
         _move_to_device(model, world.device)
-        return Strategy(model, task)
-    if divided:
-        return _build_expert_parallel(config, plan, task, world, model)
-    if plan.sharding.value != "none":
-        return _build_fsdp(config, plan, task, world, model)
-    return _build_ddp(config, task, world, model, emit)
+        strategy = Strategy(model, task)
+    elif divided or plan.strategy_facts.replaces_workers:
+        strategy = _build_on_hosts(config, plan, task, world, model)
+    elif plan.sharding.value != "none":
+        strategy = _build_fsdp(config, plan, task, world, model)
+    else:
+        strategy = _build_ddp(config, task, world, model, emit)
+    if divided and config.parallel.exchange_rows == "bounded":
+        # A bounded number of rows is sent between hosts in training, so that no host waits for counts.
+        strategy.context.bounds = ExchangeBounds(world.device)
+    return strategy
 
 
-def _build_expert_parallel(
-    config: Config, plan: Plan, task: Task, world: World, model: nn.Module
-) -> Strategy:
+def _build_reproducible(plan: Plan, task: Task, world: World, model: nn.Module, divided: bool) -> Strategy:
+    shards = plan.sharding.value != "none" and world.size > 1
+    chunks = plan.exchange_chunks.value
+    if divided or not shards:
+        _move_to_device(model, world.device)
+    if shards:
+        keep_parameters = plan.sharding.value == "zero2"
+        return ShardedReproducibleStrategy(model, task, world, divided, chunks, keep_parameters)
+    return ReproducibleStrategy(model, task, world, divided, chunks)
+
+
+def _build_on_hosts(config: Config, plan: Plan, task: Task, world: World, model: nn.Module) -> Strategy:
     _move_to_device(model, world.device)
     chunks = plan.exchange_chunks.value
     buffers = _broadcast_buffers(config)
     if plan.sharding.value != "none":
         keep_parameters = plan.sharding.value == "zero2"
-        strategy = ShardedDenseStrategy(model, task, world, chunks, keep_parameters, buffers)
-    else:
-        bucket_mb = config.parallel.bucket_cap_mb
-        strategy = ExpertParallelStrategy(model, task, world, chunks, bucket_mb, buffers)
-    if config.parallel.exchange_rows == "bounded":
-        strategy.bound_rows()
-    return strategy
+        return ShardedDenseStrategy(model, task, world, chunks, keep_parameters, buffers)
+    return ExpertParallelStrategy(model, task, world, chunks, config.parallel.bucket_cap_mb, buffers)
 
 
 def _build_fsdp(config: Config, plan: Plan, task: Task, world: World, model: nn.Module) -> Strategy:
@@ -68,18 +82,11 @@ def _build_fsdp(config: Config, plan: Plan, task: Task, world: World, model: nn.
 
 def _build_ddp(config: Config, task: Task, world: World, model: nn.Module, emit: Emit) -> Strategy:
     _move_to_device(model, world.device)
-    options = DDPOptions(
-        config.parallel.bucket_cap_mb,
-        config.parallel.static_graph,
-        config.parallel.find_unused_parameters,
-        config.parallel.gradient_as_bucket_view,
-        _broadcast_buffers(config),
-    )
 
     def warn(message: str) -> None:
-        emit("warning", kind="gradients", message=message)
+        emit(kinds.Warned(kind="gradients", message=message))
 
-    return DDPStrategy(model, task, world, options, warn)
+    return DDPStrategy(model, task, world, config.parallel, warn, _broadcast_buffers(config))
 
 
 def _move_to_device(model: nn.Module, device: torch.device) -> None:

@@ -2,22 +2,25 @@
 
 Gradients are all-reduced after the backward pass until a micro-batch has proved to fit in memory. Then
 torch's DDP reduces them while the backward pass runs: that is faster, but no worker can recover from
-running out of memory in it.
+running out of memory in it. It refuses gradients in fp32 of weights in bf16, which are always reduced after
+the backward pass.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from orchestrator.config.sections.parallel import ParallelSettings
 from orchestrator.errors import TrainingFailed
 from orchestrator.tasks.task import Loss, Task
+from orchestrator.train.device.short_weights import is_shortened
 from orchestrator.train.group.world import World
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buckets import BUCKET_MB, gradient_buckets
@@ -27,26 +30,22 @@ STEPS_BEFORE_OVERLAP = 20
 """Steps that a micro-batch must fit in memory before reductions overlap with the backward pass."""
 
 
-@dataclass(frozen=True)
-class DDPOptions:
-    """Options of DDP that a user may set. ``bucket_cap_mb`` None means torch's default."""
-
-    bucket_cap_mb: int | None = None
-    static_graph: bool = False
-    find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = True
-    buffers: BufferChoice = no_buffers
-
-
 class DDPStrategy(Strategy):
     """The whole model on each worker; gradients are all-reduced."""
 
     def __init__(
-        self, model: nn.Module, task: Task, world: World, options: DDPOptions, warn: Callable[[str], None]
+        self,
+        model: nn.Module,
+        task: Task,
+        world: World,
+        settings: ParallelSettings,
+        warn: Callable[[str], None],
+        buffers: BufferChoice = no_buffers,
     ) -> None:
         super().__init__(model, task)
         self.world = world
-        self.options = options
+        self.settings = settings
+        self._choose_buffers = buffers
         self.lockstep = self._has_sync_batchnorm
         self._warn = warn
         self._find_parameters()
@@ -60,11 +59,15 @@ class DDPStrategy(Strategy):
     def _find_parameters(self) -> None:
         """Find the trained parameters, and the buffers to broadcast."""
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._buffers = self.options.buffers(self.model)
+        self._buffers = self._choose_buffers(self.model)
 
     @property
     def needs_vote(self) -> bool:
-        return self._steps_survived < STEPS_BEFORE_OVERLAP and not self.lockstep
+        return not self._may_overlap and not self.lockstep
+
+    @property
+    def _may_overlap(self) -> bool:
+        return self._steps_survived >= STEPS_BEFORE_OVERLAP and not is_shortened(self.model)
 
     def micro_batch_changed(self) -> None:
         self._steps_survived = 0
@@ -86,12 +89,7 @@ class DDPStrategy(Strategy):
         self.world.broadcast(self._buffers)
 
     def loss(self, batch: Any, last: bool) -> Any:
-        overlaps = (
-            last
-            and self._all_have_samples
-            and self._steps_survived >= STEPS_BEFORE_OVERLAP
-            and not self._has_unused_parameters
-        )
+        overlaps = last and self._all_have_samples and self._may_overlap and not self._has_unused_parameters
         if not overlaps:
             return super().loss(batch, last)
         if self._ddp is None:
@@ -101,17 +99,17 @@ class DDPStrategy(Strategy):
         return _replace_sum(result, scalar)
 
     def _wrap_model(self) -> DistributedDataParallel:
-        options = self.options
+        settings = self.settings
         return DistributedDataParallel(
             _LossModule(self.task, self.model),
             # Buffers are broadcast once per step in begin_step, not in every forward pass.
             **_without_buffer_sync(),
             init_sync=False,  # the constructor has broadcast the weights
             process_group=self.world.torch_group("data"),
-            bucket_cap_mb=options.bucket_cap_mb,
-            find_unused_parameters=options.find_unused_parameters,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            static_graph=options.static_graph,
+            bucket_cap_mb=settings.bucket_cap_mb,
+            find_unused_parameters=settings.find_unused_parameters,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            static_graph=settings.static_graph,
         )
 
     def all_reduce_gradients(self) -> float:
@@ -121,7 +119,7 @@ class DDPStrategy(Strategy):
             return float(self.world.size)  # DDP has summed, and divided by the number of workers
         self._fill_missing_gradients()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        for bucket in gradient_buckets(gradients, self.options.bucket_cap_mb or BUCKET_MB):
+        for bucket in gradient_buckets(gradients, self.settings.bucket_cap_mb or BUCKET_MB):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             self.world.all_reduce(flat)
             sizes = [gradient.numel() for gradient in bucket]
@@ -157,11 +155,11 @@ class DDPStrategy(Strategy):
         anywhere = self.world.all_reduce_max([*has_gradient, *lacks_gradient])
         for parameter, has_somewhere in zip(self._parameters, anywhere, strict=False):
             if has_somewhere and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         num_lacking = sum(anywhere[len(has_gradient) :])
         if not num_lacking or not self._all_have_samples or self._has_unused_parameters:
             return
-        if not self.options.find_unused_parameters:
+        if not self.settings.find_unused_parameters:
             self._has_unused_parameters = True
             self._warn(
                 f"{num_lacking:.0f} of {len(has_gradient)} parameters got no gradient in a step: gradients "

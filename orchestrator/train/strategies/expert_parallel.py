@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from experts.balance import moe_layers
 from experts.copies import CopiedGradients
 from experts.hosts.group import AsyncWork, Group
+from experts.moe.bank import ExpertBank, SizeClass
 from experts.moe.context import MoEContext
-from experts.tokens.bounds import ExchangeBounds
 from experts.tokens.exchange import GroupExchange
 from orchestrator.tasks.task import Task
 from orchestrator.train.group.world import World
 from orchestrator.train.optim.gradient_norm import norm_of_gradients
-from orchestrator.train.strategies.base import Strategy
+from orchestrator.train.optim.shards import is_shard, local_part
+from orchestrator.train.strategies.base import Strategy, num_weights, placed_stacks
 from orchestrator.train.strategies.buckets import BUCKET_MB, gradient_buckets
 from orchestrator.train.strategies.buffers import (
     BufferChoice,
@@ -29,6 +30,7 @@ from orchestrator.train.strategies.buffers import (
     persistent_buffers,
     running_statistics,
 )
+from orchestrator.train.strategies.fsdp import shard_over_hosts, whole_on_hosts
 
 
 class ExpertParallelStrategy(Strategy):
@@ -48,8 +50,8 @@ class ExpertParallelStrategy(Strategy):
         """The model's experts are placed already."""
         self.world = world
         self._choose_buffers = buffers
-        self._exchange = GroupExchange(world.axis("expert"))
-        super().__init__(model, task, MoEContext(self._exchange, chunks))
+        exchange = GroupExchange(world.axis("expert"))
+        super().__init__(model, task, MoEContext(exchange, chunks))
         self._may_overlap = False
         """Whether gradients are summed while the backward pass runs."""
         self._bucket_mb = bucket_mb or BUCKET_MB
@@ -66,34 +68,22 @@ class ExpertParallelStrategy(Strategy):
         expert_ids = {id(p) for bank in self._banks for p in bank.parameters()}
         self._all_dense = [p for p in self.model.parameters() if id(p) not in expert_ids]
         self._dense = [p for p in self._all_dense if p.requires_grad]
-        self._trained_ids = {id(p) for p in self.model.parameters()}
         self._all_reduce.close()
         self._all_reduce = GradientAllReduce(
             self._reduced_parameters(), self._gradient_group, self._bucket_mb
         )
+        assert self._exchange is not None
         self._copied = CopiedGradients([layer for _, layer in moe_layers(self.model)], self._exchange)
-        self.num_expert_grads = sum(len(bank.form.roles) * len(bank.sizes) for bank in self._banks)
-        self._positions = list(self._stack_positions())
+        self.num_expert_grads = sum(map(num_weights, self._banks))
+        self._positions = [self._positions_of(*entry) for entry in placed_stacks(self._banks)]
 
     def _reduced_parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are all-reduced."""
         return self._dense
 
     def experts_changed(self) -> None:
+        super().experts_changed()
         self._find_parameters()
-        if self.context.bounds is not None:
-            self.context.bounds.forget()
-
-    def bound_rows(self) -> None:
-        """Send a bounded number of rows between hosts in training, so that no host waits for counts."""
-        self.context.bounds = ExchangeBounds(self.world.device)
-
-    def rows_fit(self) -> bool:
-        bounds = self.context.bounds
-        return bounds is None or bounds.end_attempt(self._exchange.group)
-
-    def set_trained(self, parameters: Sequence[Tensor]) -> None:
-        self._trained_ids = {id(p) for p in parameters}
 
     def loss(self, batch: object, last: bool) -> object:
         self._all_reduce.armed = last and self._may_overlap
@@ -108,22 +98,21 @@ class ExpertParallelStrategy(Strategy):
         # An optimizer clears its own parameters only; the all-reduce covers all that require a gradient.
         self.model.zero_grad(set_to_none=True)
         self.world.broadcast(self._buffers)
-        self._exchange.meter.take()  # drop the costs of an evaluation
-        if self.context.bounds is not None:
-            self.context.bounds.begin_attempt()
         self._all_reduce.begin_step()
 
     @contextmanager
     def dummy_pass(self) -> Iterator[None]:
         """Restore the dense part afterwards: zero times an infinite value, for one, leaves a NaN gradient."""
-        gradients = [None if p.grad is None else p.grad.clone() for p in self._dense]
+        reduced = self._reduced_parameters()
+        gradients = [None if p.grad is None else p.grad.clone() for p in reduced]
         statistics = [(buffer, buffer.clone()) for buffer in running_statistics(self.model)]
         yield
-        for parameter, gradient in zip(self._dense, gradients, strict=True):
+        for parameter, gradient in zip(reduced, gradients, strict=True):
             # Zeros, not None: without a good sample on any host, the step is one of zero gradients, as in one
             # process.
             is_new = gradient is None and parameter.grad is not None
-            parameter.grad = torch.zeros_like(parameter) if is_new else gradient
+            zeros = torch.zeros_like(parameter, dtype=parameter.grad_dtype) if is_new else None
+            parameter.grad = zeros if is_new else gradient
         for buffer, before in statistics:
             buffer.copy_(before)
 
@@ -133,7 +122,6 @@ class ExpertParallelStrategy(Strategy):
         return 1.0
 
     def expert_grad_squares(self) -> Tensor | None:
-        """Each weight of an expert has one position, by layer, role and row, whatever its host."""
         if not self._banks:
             return None
         squares = torch.zeros(self.num_expert_grads, dtype=torch.float64, device=self.world.device)
@@ -143,24 +131,16 @@ class ExpertParallelStrategy(Strategy):
                 squares.index_copy_(0, position_L, norms_L.square() * owned_L)
         return squares
 
-    def _stack_positions(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
-        """Yield each stack with the positions of its experts' squared norms, and which of them count here.
+    def _positions_of(
+        self, bank: ExpertBank, group: SizeClass, stack: nn.Parameter, first: int
+    ) -> tuple[nn.Parameter, Tensor, Tensor]:
+        """Return a stack with the positions of its experts' squared norms, and which of them count here.
 
         Of the copies of an expert on several hosts, one counts."""
-        begin = 0
-        for bank in self._banks:
-            num_experts = len(bank.sizes)
-            for size_class, role, stack in bank.stacks():
-                first = begin + bank.form.roles.index(role) * num_experts
-                positions = [first + row for row in size_class.rows]
-                owned = [float(row in bank.owned) for row in size_class.rows]
-                device = self.world.device
-                yield (
-                    stack,
-                    torch.tensor(positions, device=device),
-                    torch.tensor(owned, dtype=torch.float64, device=device),
-                )
-            begin += len(bank.form.roles) * num_experts
+        device = self.world.device
+        position_L = torch.tensor([first + row for row in group.rows], device=device)
+        owned = [float(row in bank.owned) for row in group.rows]
+        return stack, position_L, torch.tensor(owned, dtype=torch.float64, device=device)
 
     def gradient_norm(self, gradients: list[Tensor], expert_squares: Tensor | None) -> Tensor:  # noqa: ARG002
         trained = [p.grad for p in self._dense if p.grad is not None and id(p) in self._trained_ids]
@@ -169,9 +149,53 @@ class ExpertParallelStrategy(Strategy):
             return dense
         return torch.cat([dense.square().reshape(1), expert_squares]).sum().sqrt()
 
-    def exchange_stats(self) -> tuple[float, float, float]:
-        sent, rows, seconds = self._exchange.meter.take()
-        return float(sent), float(rows), seconds
+
+class ShardedDenseStrategy(ExpertParallelStrategy):
+    """The dense part in shards (FSDP2), which are gathered block by block; experts and gates stay whole.
+
+    Gradients are reduced and scattered in every micro-batch: whole ones are never kept. Those of gates, which
+    are whole, are all-reduced after the last one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        world: World,
+        chunks: int = 1,
+        keep_parameters: bool = False,
+        buffers: BufferChoice = no_buffers,
+    ) -> None:
+        """The model's experts are placed already. ``keep_parameters`` as in ``shard_model``."""
+        # Each host keeps a shard of its own copy. The base class makes the copies equal first.
+        super().__init__(model, task, world, chunks, None, buffers)
+        # FSDP2's modules take a second to import.
+        from orchestrator.train.strategies.host_mesh import ScatterOverHosts
+
+        group = self._gradient_group
+        for module in shard_over_hosts(model, group, world.device, keep_parameters, whole_on_hosts(model)):
+            module.set_custom_reduce_scatter(ScatterOverHosts(group))
+        self._find_parameters()
+
+    def _reduced_parameters(self) -> list[nn.Parameter]:
+        # FSDP2 reduces the gradients of its shards, those of dummy samples too: they are zero.
+        return [parameter for parameter in self._dense if not is_shard(parameter)]
+
+    def begin_step(self, all_have_samples: bool) -> None:
+        super().begin_step(all_have_samples)
+        # The collectives of FSDP2 run in the backward pass.
+        self._may_overlap = False
+
+    def gradient_norm(self, gradients: list[Tensor], expert_squares: Tensor | None) -> Tensor:  # noqa: ARG002
+        trained = [p.grad for p in self._dense if p.grad is not None and id(p) in self._trained_ids]
+        shards = [local_part(gradient) for gradient in trained if is_shard(gradient)]
+        whole = [gradient for gradient in trained if not is_shard(gradient)]
+        squares = [self.world.all_reduce(self._square(shards)), self._square(whole)]
+        if expert_squares is not None:
+            squares.append(expert_squares)
+        return torch.cat(squares).sum().sqrt()
+
+    def _square(self, gradients: list[Tensor]) -> Tensor:
+        return norm_of_gradients(gradients).to(self.world.device).square().reshape(1)
 
 
 class GradientAllReduce:
@@ -223,7 +247,7 @@ class GradientAllReduce:
             exists = self._all_exist[number]
             if any(p.grad is None for p in bucket):
                 exists = exists.new_tensor([float(p.grad is not None) for p in bucket])
-            gradients = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket]
+            gradients = [_flat_gradient(p) for p in bucket]
             flat = torch.cat([*gradients, exists])
             self._sent.append((flat, self._group.all_reduce(flat)))
 
@@ -237,3 +261,9 @@ class GradientAllReduce:
                 if parameter.grad is not None or float(exists[position]):
                     parameter.grad = total.view_as(parameter)
         self._sent = []
+
+
+def _flat_gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        return parameter.new_zeros(parameter.numel(), dtype=parameter.grad_dtype)
+    return parameter.grad.reshape(-1)

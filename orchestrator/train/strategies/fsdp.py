@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from experts.hosts.group import Group
 from experts.moe.bank import ExpertBank
+from experts.moe.gate import Gate
 from orchestrator.tasks.task import Task
 from orchestrator.train.device.recompute import block_lists
+from orchestrator.train.device.short_weights import is_shortened
 from orchestrator.train.group.world import World
 from orchestrator.train.optim.gradient_norm import norm_of_gradients
-from orchestrator.train.optim.shards import is_shard, local_part
 from orchestrator.train.strategies.base import Strategy
 
 
@@ -29,9 +30,6 @@ class FSDPStrategy(Strategy):
     def __init__(self, model: nn.Module, task: Task, world: World) -> None:
         super().__init__(model, task)
         self.world = world
-
-    def local_parts(self, gradients: list[Tensor]) -> list[Tensor]:
-        return [local_part(gradient) for gradient in gradients]
 
     def gradient_norm(self, gradients: list[Tensor], expert_squares: Tensor | None) -> Tensor:  # noqa: ARG002
         return self.world.all_reduce(norm_of_gradients(gradients).square()).sqrt()
@@ -51,81 +49,57 @@ def shard_model(model: nn.Module, world: World, keep_parameters: bool, offload: 
     _shard_blocks(model, keep_parameters, mesh=mesh, offload_policy=policy)
 
 
-def shard_dense_part(model: nn.Module, group: Group, device: torch.device, keep_parameters: bool) -> None:
-    """Shard the dense part of a model over expert hosts, block by block; the experts stay whole.
+def whole_on_hosts(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that stay whole where the dense part is sharded over expert hosts.
 
-    ``keep_parameters`` as in ``shard_model``. A module whose parameters are all of experts has no shards."""
-    from orchestrator.train.strategies.host_mesh import GatherOverHosts, HostMesh, ScatterOverHosts
+    Each host has its own experts. Gates are small, and births and merges change their rows."""
+    modules = [module for module in model.modules() if isinstance(module, ExpertBank | Gate)]
+    return {parameter for module in modules for parameter in module.parameters()}
 
-    banks = [module for module in model.modules() if isinstance(module, ExpertBank)]
-    experts = {parameter for bank in banks for parameter in bank.parameters()}
+
+def shard_over_hosts(
+    model: nn.Module, group: Group, device: torch.device, keep_parameters: bool, whole: set[nn.Parameter]
+) -> list[Any]:
+    """Shard a model over a group, but for the parameters in ``whole``. Return the sharded modules.
+
+    They gather through the group; the caller sets how they scatter."""
+    from orchestrator.train.strategies.host_mesh import GatherOverHosts, HostMesh
+
     mesh = HostMesh(group, device)
-    for sharded in _shard_blocks(model, keep_parameters, mesh=mesh, ignored_params=experts):
-        sharded.set_custom_all_gather(GatherOverHosts(group))
-        sharded.set_custom_reduce_scatter(ScatterOverHosts(group))
+    modules = _shard_blocks(model, keep_parameters, mesh=mesh, ignored_params=whole)
+    for module in modules:
+        module.set_custom_all_gather(GatherOverHosts(group))
+    return modules
 
 
 def _shard_blocks(model: nn.Module, keep_parameters: bool, **options: Any) -> list[Any]:
     """Shard the blocks of a model, and the rest of it. Return the sharded modules.
 
     ``options`` are those of ``fully_shard``; with gathered parameters kept, or freed after each block."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     modules: list[Any] = [*chain.from_iterable(block_lists(model)), model]
+    is_short = is_shortened(model)
+    if is_short:
+        # Gathered in fp32, so that gradients are reduced in fp32 too.
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
     for module in modules:
         reshard = not keep_parameters and module is not model
         fully_shard(module, reshard_after_forward=reshard, **options)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if is_short:
+            _keep_gradients_in_fp32(module)
     return modules
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor with all its shards. Every worker must call if it is sharded.
+def _keep_gradients_in_fp32(module: Any) -> None:
+    """Let FSDP2 keep reduced gradients as they are: it would round them to the type of the shards, in every
+    micro-batch. It sets that type before its first pass."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
 
-    ``DTensor.full_tensor`` crashes over gloo with shards on a GPU.
-    """
-    if not is_shard(tensor):
-        return tensor
-    sharded: Any = tensor
-    local = sharded.to_local()
-    size = sharded.device_mesh.size()
-    if not sharded.placements[0].is_shard(0):
-        return local
-    rows = -(-tensor.shape[0] // size)  # of every shard but the last ones, which may be shorter
-    padded = local.new_zeros((rows, *tensor.shape[1:]))
-    padded[: len(local)] = local
-    gathered = padded.new_empty((size * rows, *tensor.shape[1:]))
-    host_group: Group | None = getattr(sharded.device_mesh, "host_group", None)
-    if host_group is not None:
-        host_group.all_gather(gathered, padded).wait()
-    else:
-        dist.all_gather(list(gathered.split(rows)), padded, group=sharded.device_mesh.get_group())
-    return gathered[: tensor.shape[0]]
+        def set_types(group: Any = group, set_own_types: Callable[[], None] = group._init_mp_dtypes) -> None:
+            set_own_types()
+            group._orig_dtype = torch.float32
 
-
-def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copy a full tensor into one that may be sharded."""
-    local_part(target).copy_(local_part(shard_like(source, target)))
-
-
-def shard_like(source: Tensor, parameter: Tensor) -> Tensor:
-    """Return a full tensor sharded as a parameter is, on the parameter's device."""
-    if not is_shard(parameter) or source.shape != parameter.shape:
-        return source
-    from torch.distributed.tensor import DTensor
-
-    sharded: Any = parameter
-    mesh = sharded.device_mesh
-    placements = sharded.placements
-    shard = source
-    if placements[0].is_shard(0):
-        # Every worker has the full tensor, and takes its rows.
-        rows = -(-source.shape[0] // mesh.size())
-        (rank,) = mesh.get_coordinate()
-        begin = rank * rows
-        shard = source[begin : begin + rows]
-    local = shard.to(sharded.to_local().device, copy=True)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+        group._init_mp_dtypes = set_types

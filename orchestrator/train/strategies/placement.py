@@ -27,6 +27,7 @@ from orchestrator.plan.compute import with_memory_settings
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.host_groups import expert_memory, hosts_of_group
 from orchestrator.plan.planning import Plan
+from orchestrator.record.events import kinds
 from orchestrator.train.group.world import World
 from orchestrator.train.strategies.placement_file import placement_file
 from orchestrator.train.strategies.shares import MeasuredDevice, own_device, with_mean_speeds
@@ -59,37 +60,34 @@ class PlacementDecision:
             "placement_hosts": len(self.layers[0].seconds) if self.layers else len(self.devices),
         }
 
-    def event(self, facts: ModelFacts) -> dict[str, Any]:
-        """Return the fields of a ``placement`` event."""
-        hosts = [
-            {"rank": rank, "node": host.node, "name": device.name, "speed": device.speed}
+    def event(self, facts: ModelFacts, step: int = 0) -> kinds.Placement:
+        """Return the event of a placement at a step."""
+        hosts = tuple(
+            kinds.PlacedHost(rank=rank, node=host.node, name=device.name, speed=device.speed)
             for rank, (device, host) in enumerate(zip(self.devices, self.hosts, strict=True))
-        ]
-        layers = [
-            _layer_fields(layer, weights)
+        )
+        layers = tuple(
+            _placed_layer(layer, weights)
             for layer, weights in zip(self.layers, facts.expert_weights, strict=True)
-        ]
+        )
         worst = max(self.layers, key=lambda layer: layer.imbalance)
         scope = f", the least even of {len(self.layers)} layers" if len(self.layers) > 1 else ""
-        return {
-            "method": worst.method,
-            "hosts": hosts,
-            "layers": layers,
-            "sentence": worst.sentence() + scope,
-        }
+        return kinds.Placement(
+            step=step, method=worst.method, hosts=hosts, layers=layers, sentence=worst.sentence() + scope
+        )
 
 
-def _layer_fields(layer: Placement, weights: Sequence[int]) -> dict[str, Any]:
+def _placed_layer(layer: Placement, weights: Sequence[int]) -> kinds.PlacedLayer:
     total = max(1, sum(weights))
-    return {
-        "host_of": list(layer.host_of),
-        "sizes": list(weights),
-        "costs": [weight / total for weight in weights],
-        "seconds": list(layer.seconds),
-        "bound": layer.bound,
-        "imbalance": layer.imbalance,
-        "gap": layer.gap,
-    }
+    return kinds.PlacedLayer(
+        host_of=tuple((host,) for host in layer.host_of),
+        sizes=tuple(weights),
+        costs=tuple(weight / total for weight in weights),
+        seconds=tuple(layer.seconds),
+        bound=layer.bound,
+        imbalance=layer.imbalance,
+        gap=layer.gap,
+    )
 
 
 def decide_placement(
@@ -111,7 +109,7 @@ def decide_placement(
     """
     facts = with_memory_settings(config, facts)
     # Measured speeds differ from one measurement to the next: a deterministic run uses none.
-    is_measured = not config.run.deterministic
+    is_measured = not config.run.repeats
     own = own_device(plan, world, known) if is_measured else MeasuredDevice(plan.device.value, 1.0)
     # One gather of all that is known about a host: the rounds do not grow with the hosts.
     facts_of_host = [own.name, own.speed, platform.node(), _expert_memory(config, plan, facts, world)]
@@ -158,7 +156,7 @@ def predict_placement(config: Config, plan: Plan, facts: ModelFacts) -> Predicte
         assumes = "in turn"
     elif plan.placement.value != "auto":
         assumes = f"as {plan.placement.value} says"
-    elif config.run.deterministic:
+    elif config.run.repeats:
         assumes = "by the experts' sizes; hosts count as equal with --deterministic"
     else:
         assumes = (

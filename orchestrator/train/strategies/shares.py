@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import platform
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -34,16 +33,15 @@ def assign_shares(
     config: Config, plan: Plan, world: World, known: Mapping[str, Any]
 ) -> tuple[World, dict[str, float]]:
     """Return the world with each worker's share of the batch, and the speed of each kind of device."""
+    if config.run.reproducible:
+        return replace(world, whole_micro_batches=True), {}
     if plan.data_ranks < world.size:
         # With --gate primary the main host has the whole batch, and there is nothing to share.
         return world.with_data_on_main(), {}
     requested = config.parallel.share_by_speed
-    if world.size == 1 or requested == "off" or config.run.deterministic:
+    if world.size == 1 or requested == "off" or config.run.repeats:
         return world, {}
-    # Compare hashes of the names: one all-reduce of numbers tells whether all devices are of one kind.
-    own_hash = float(zlib.crc32(device_name(world.device).encode()))
-    hashes = [row[0] for row in world.gather([own_hash])]
-    if requested == "auto" and len(set(hashes)) == 1:
+    if requested == "auto" and len(set(world.gather_values(device_name(world.device)))) == 1:
         return world, {}
     devices = measure_devices(plan, world, known)
     shares = shares_from_speeds([device.speed for device in devices])

@@ -1,8 +1,11 @@
-"""The search behind ``--batch-size auto``: the largest batch on a GPU, the fastest on a CPU.
+"""The search behind ``--batch-size auto``: the largest batch on GPUs, the fastest on CPUs.
 
 Peak memory is an affine function of the batch size: two probes give the line, a third checks the
 answer, and a fourth may correct it. Each probe runs two whole optimizer steps, because only the
-second has the optimizer's state in memory together with its activations."""
+second has the optimizer's state in memory together with its activations.
+
+Workers that divide a model measure together. There a worker that runs out of memory leaves the others
+waiting, so that the estimate of the plan leads, and one probe below it corrects it."""
 
 from __future__ import annotations
 
@@ -22,6 +25,9 @@ _BACK_OFF = 0.975  # of a batch that failed although the line predicted that it 
 # Factors of batches that were probed.
 _TRUSTED = 6  # times the largest good batch: the line is not trusted beyond
 _APART = 1.5  # two batches nearer to each other than this give no reliable slope
+# Factors of memory.
+SAFE = 0.92  # of the limit, that the first joint probe may take by the estimate, which may be too low
+_STEEPER = 1.2  # than the estimate: the memory of a further sample
 # Factors of throughput.
 _WORTHWHILE = 1.05  # go on doubling only if the last doubling gained this much
 _NEAR_BEST = 0.97
@@ -133,6 +139,43 @@ def _result(probes: list[BatchProbe], limit: float, max_useful: int) -> BatchSiz
         detail += f", the largest useful batch is {max_useful}"
     reason = f"the largest that fits: {detail} ({len(probes)} probes, {num_failed} out of memory)"
     return BatchSizeResult(best.batch, reason, tuple(probes))
+
+
+def corrected_batch(
+    probe: Callable[[int], BatchProbe],
+    estimate: Callable[[int], float],
+    limit: float,
+    start: int,
+    most: int,
+) -> BatchSizeResult:
+    """Find the largest batch up to ``most`` whose peak memory stays within ``limit``, by one probe.
+
+    ``estimate`` returns the bytes of a batch. The probe, with ``start`` samples, shows how far it is off. A
+    further one is made only where the first took more than the limit."""
+    batch = start
+    probes: list[BatchProbe] = []
+    while True:
+        probes.append(probe(batch))
+        peak = probes[-1].peak
+        assert peak is not None, "a worker that runs out of memory ends a probe of several workers"
+        slope = (estimate(2 * batch) - estimate(batch)) / batch * _STEEPER
+        slope = max(1.0, slope * max(1.0, peak / estimate(batch)))
+        fitting = batch + int((limit * _AIM - peak) // slope)
+        if peak <= limit:
+            return _corrected(probes, limit, min(most, max(batch, fitting)))
+        if batch == 1:
+            raise ResourceError(_nothing_fits(1))
+        batch = max(1, min(batch - 1, fitting))
+
+
+def _corrected(probes: list[BatchProbe], limit: float, batch: int) -> BatchSizeResult:
+    peak, last = (probes[-1].peak or 0.0) / GIB, probes[-1].batch
+    count = "one probe" if len(probes) == 1 else f"{len(probes)} probes"
+    reason = (
+        f"by the estimate and {count} of all workers together: {last} samples had a peak of {peak:.2f} of "
+        f"{limit / GIB:.2f} GiB on the fullest device"
+    )
+    return BatchSizeResult(batch, reason, tuple(probes))
 
 
 def _nothing_fits(smallest: int) -> str:

@@ -16,12 +16,15 @@ from orchestrator.data.cursor import CursorHooks
 from orchestrator.errors import UserError
 from orchestrator.plan.compute import with_memory_settings
 from orchestrator.plan.planning import Plan
+from orchestrator.record.events import kinds
 from orchestrator.record.files.log import Log
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.user_code import user_code
+from orchestrator.train.checkpoint.digests import Digests
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
-from orchestrator.train.checkpoint.writer import CheckpointWriter
+from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.checkpoint.writer import CheckpointWriter, NoCheckpoints
 from orchestrator.train.data.loading import LoaderOptions, seed_python_and_numpy
 from orchestrator.train.data.opening import open_feed
 from orchestrator.train.data.steps import Feed
@@ -33,7 +36,7 @@ from orchestrator.train.loop.training import Cadence, Training
 from orchestrator.train.optim.weight_average import drop_average
 from orchestrator.train.worker.build_evolution import build_evolution
 from orchestrator.train.worker.build_model import ModelParts, build_graphs, build_parts, build_stepper
-from orchestrator.train.worker.placed_experts import PlacedExperts
+from orchestrator.train.worker.placed_experts import ON_ONE_HOST, PlacedExperts
 from orchestrator.train.worker.resume import (
     ResumeFrom,
     StartPoint,
@@ -64,7 +67,7 @@ class WorkerContext:
 
 def build_training(
     worker: WorkerContext,
-    experts: PlacedExperts | None = None,
+    experts: PlacedExperts = ON_ONE_HOST,
     resume: ResumeFrom | None = None,
     snapshots: SnapshotTarget | None = None,
 ) -> Training:
@@ -72,13 +75,12 @@ def build_training(
 
     ``snapshots`` is the target of this host's snapshots. Raises ``OtherExperts`` if the state has other
     experts than ``experts``."""
-    experts = experts or PlacedExperts()
     config = worker.prepared.resolved.config
     plan = worker.prepared.plan
     task = worker.prepared.task
     world = worker.world
     log = worker.log
-    parts = build_parts(config, plan, task, world, log.write, experts.host_of, experts.layers, experts.groups)
+    parts = build_parts(config, plan, task, world, log.write, experts)
     with ExitStack() as on_failure:
         if parts.compiled is not None:
             # After a failure the caller has no parts to close, and torch's settings are global.
@@ -91,10 +93,11 @@ def build_training(
         folder = worker.run_dir / "checkpoints"
         store = worker.open_store(folder, keep=config.checkpoint.keep, repair=world.is_main)
         progress = _restore(worker, parts, store, resume)
+        parts.strategy.grid_exponent = progress.grid_exponent
         total_steps = _last_step(config, plan, feed, progress)
         if total_steps != plan.total_steps.value:
             message = f"the run now ends at step {total_steps}; the schedule follows"
-            log.write("warning", kind="schedule", message=message)
+            log.write(kinds.Warned(kind="schedule", message=message))
             parts.optimizer.reschedule(plan.warmup_steps.value, total_steps)
         # In lockstep all workers do passes of the same size, the mean; else each its own largest.
         micro_batch = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
@@ -104,16 +107,24 @@ def build_training(
         snapshots_of_host = None
         if snapshots is not None:
             snapshots_of_host = Snapshots(parts.state, world, snapshots, progress.step)
+        stretch = worker.prepared.stretch
+        if stretch is not None:  # the schedule stays that of the whole run
+            total_steps = stretch.last_step
         training = Training(
             stepper=stepper,
             feed=feed,
             cadence=_build_cadence(config, plan, total_steps, watched_metric(config, task)),
             progress=progress,
             log=log,
-            checkpoints=CheckpointWriter(store, parts.state, world, log, worker.heartbeat.beat),
+            checkpoints=(
+                NoCheckpoints()
+                if stretch is not None
+                else CheckpointWriter(store, parts.state, world, log, worker.heartbeat.beat)
+            ),
             heartbeat=worker.heartbeat,
             evaluation=evaluation,
             snapshots=snapshots_of_host,
+            digests=_build_digests(worker, parts.state),
         )
         hosts = experts.decision.hosts if experts.decision is not None else ()
         evolution = build_evolution(training, plan, config, parts.evolution, hosts, state_bytes)
@@ -121,11 +132,20 @@ def build_training(
     return replace(training, evolution=evolution)
 
 
+def _build_digests(worker: WorkerContext, state: TrainState) -> Digests | None:
+    config = worker.prepared.resolved.config
+    stretch = worker.prepared.stretch
+    if not config.run.reproducible or (stretch is None and not config.watch.digest_every):
+        return None
+    steps = stretch.digest_steps if stretch is not None else None
+    return Digests(state, worker.world, worker.log, config.watch.digest_every, steps)
+
+
 def _connect(feed: Feed, worker: WorkerContext) -> None:
     """Let the data show its progress and its warnings."""
 
     def warn(message: str) -> None:
-        worker.log.write("warning", kind="data", message=message)
+        worker.log.write(kinds.Warned(kind="data", message=message))
 
     if isinstance(feed, StreamFeed):
         feed.hooks = CursorHooks(worker.heartbeat.beat, warn)

@@ -10,8 +10,8 @@ from experts.balance import gated_layers, moe_layers
 from experts.moe.routed import RoutedExperts
 from experts.placement.placement import HostFacts
 from experts.rebalance.costs import Cluster
-from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.saved_experts import EvolutionState
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
@@ -19,6 +19,7 @@ from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, 
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan, RulesPolicy
 from orchestrator.train.loop.training import Training
+from orchestrator.train.optim.adamw8bit import AdamW8bit
 from orchestrator.train.optim.muon import Muon
 
 _VALIDATION_BATCHES = 8
@@ -98,11 +99,11 @@ def _cluster(plan: Plan, hosts: tuple[HostFacts, ...]) -> Cluster:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose state cannot follow an expert, before the first step."""
-    known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Muon)
+    known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Muon, AdamW8bit)
     if not isinstance(optimizer, known):
         raise UserError(
-            f"the optimizer is {type(optimizer).__name__}; experts can change with AdamW, Adam, SGD and "
-            "muon alone: use one of them, or --evolution off --rebalance off"
+            f"the optimizer is {type(optimizer).__name__}; experts can change with AdamW, Adam, SGD, "
+            "muon and adamw8bit alone: use one of them, or --evolution off --rebalance off"
         )
 
 

@@ -17,11 +17,12 @@ from experts.moe.statistics import ExpertStatistics
 from experts.rebalance.replicas import replica_placement
 from experts.structure import LayerStructure
 from experts.surgery.surgery import restructure
-from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.saved_experts import EvolutionState
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
-from orchestrator.record.files.log import Emit
+from orchestrator.record.events import kinds
+from orchestrator.record.files.log import Emit, ignore_event
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import build_checked_model
@@ -31,20 +32,22 @@ from orchestrator.train.device.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.device.compiling import Compiled
 from orchestrator.train.device.precision import Precision, store_frozen
 from orchestrator.train.device.recompute import recompute_blocks
+from orchestrator.train.device.short_weights import shorten_weights
 from orchestrator.train.group.heartbeat import Heartbeat
 from orchestrator.train.group.world import World
 from orchestrator.train.optim.adamw import AdamW
 from orchestrator.train.optim.named_optimizers import build_named_optimizer, separate_shards
 from orchestrator.train.optim.optimizer import ScheduledOptimizer, warmup_schedule
+from orchestrator.train.optim.stochastic_rounding import WeightRounding
 from orchestrator.train.optim.weight_average import WeightAverage
 from orchestrator.train.optim.weight_copies import WeightCopies
-from orchestrator.train.step_graph.graphs import StepGraphs
-from orchestrator.train.step_graph.obstacles import find_obstacle
+from orchestrator.train.step_graph.graphs import StepGraphs, find_obstacle
 from orchestrator.train.step_graph.recorder import CudaRecorder
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import convert_sync_batchnorm
 from orchestrator.train.strategies.building import build_strategy
+from orchestrator.train.worker.placed_experts import ON_ONE_HOST, PlacedExperts
 from orchestrator.types import BF16_PRECISIONS
 
 
@@ -70,57 +73,51 @@ def build_parts(
     plan: Plan,
     task: Task,
     world: World,
-    emit: Emit = lambda *_, **__: None,
-    host_of: Sequence[Sequence[int]] | None = None,
-    experts: Sequence[LayerStructure] | None = None,
-    groups: int = 1,
+    emit: Emit = ignore_event,
+    experts: PlacedExperts = ON_ONE_HOST,
 ) -> ModelParts:
-    """Build a task's model and the parts that train it.
-
-    ``host_of`` is the rank of each layer's experts, in the first of ``groups`` of hosts that hold them all.
-    ``experts`` describes them where they are not as the task builds them, or have copies."""
-    model = build_model(config, plan, task, world, host_of, experts, groups)
+    """Build a task's model and the parts that train it."""
+    model = build_model(config, plan, task, world, experts)
     if plan.evolution_rules is not None:
         for _, layer in gated_layers(model):
             layer.statistics = ExpertStatistics(len(layer.load_E), layer.bank.width)
     model.train()
     if config.parallel.sync_batchnorm and world.size > 1:
         model = convert_sync_batchnorm(model)
-    strategy = build_strategy(config, plan, task, world, model, emit, divided=host_of is not None)
+    divided = experts.host_of is not None
+    strategy = build_strategy(config, plan, task, world, model, emit, divided)
     for _, layer in moe_layers(model):
         # Where the plan does not ask for the loop kernel, each bank chooses by its sizes.
         layer.bank.kernel = config.device.expert_kernel
-        if plan.expert_kernel.value == "loop":
+        # On a CPU a grouped product computes the activations of several experts at once.
+        if plan.expert_kernel.value == "loop" or (config.run.reproducible and world.device.type == "cpu"):
             layer.bank.kernel = "loop"
         layer.bank.fp8 = plan.precision.value == "fp8"
         # Blocks that are recomputed include their experts.
         layer.bank.recomputes = config.device.recompute_experts and not plan.activation_checkpointing.value
     if plan.activation_checkpointing.value:
         recompute_blocks(model, None if plan.compile.value else strategy.context)
+    short = config.device.short_weights
     optimizer = build_optimizer(config, plan, task, model)
-    copies = _weight_copies(plan, world, model, optimizer)
+    copies = None if short else _weight_copies(plan, world, strategy, optimizer)
     compiled = None
     if plan.compile.value:
-        compiled = Compiled(model, config.device.compile_mode, config.device.compile_parts, copies)
+        device = config.device
+        by_shape = config.run.reproducible
+        compiled = Compiled(model, device.compile_mode, device.compile_parts, copies, by_shape)
     return ModelParts(
         model,
         strategy,
         optimizer,
-        Precision(plan.precision.value, world.device),
+        Precision(plan.precision.value, world.device, model if short else None),
         compiled,
-        EvolutionState() if _experts_change(plan, experts) else None,
+        EvolutionState() if _experts_change(plan, experts.layers) else None,
         copies,
     )
 
 
 def build_model(
-    config: Config,
-    plan: Plan,
-    task: Task,
-    world: World,
-    host_of: Sequence[Sequence[int]] | None,
-    experts: Sequence[LayerStructure] | None = None,
-    groups: int = 1,
+    config: Config, plan: Plan, task: Task, world: World, experts: PlacedExperts = ON_ONE_HOST
 ) -> nn.Module:
     """Build a task's model: whole, or with the experts of this host alone.
 
@@ -132,11 +129,14 @@ def build_model(
     initialise: Callable[[nn.Module], None] | None = getattr(task, "initialise", None)
     with user_code("building the model"), without_memory() if initialise is not None else nullcontext():
         model = build_checked_model(task)
-        _use_experts(model, experts)
+        if experts.layers is not None:
+            restructure([layer for _, layer in moe_layers(model)], experts.layers)
     # Before weights are read: memory for their longer type is never needed.
     store_frozen(model, plan.precision.value)
-    if host_of is not None:
-        _place(model, host_of, experts, groups, world)
+    if config.device.short_weights:
+        shorten_weights(model)
+    if experts.host_of is not None:
+        _place(model, experts.host_of, experts.layers, experts.groups, world)
     if initialise is not None:
         for _, layer in moe_layers(model):
             layer.bank.materialise()
@@ -149,11 +149,6 @@ def _experts_change(plan: Plan, experts: Sequence[LayerStructure] | None) -> boo
     """Whether experts may change, or are in a warm-up that is to end."""
     warming = any(expert.warm_step > 0 for layer in experts or () for expert in layer.experts)
     return plan.evolution_rules is not None or plan.rebalance.value or warming
-
-
-def _use_experts(model: nn.Module, experts: Sequence[LayerStructure] | None) -> None:
-    if experts is not None:
-        restructure([layer for _, layer in moe_layers(model)], experts)
 
 
 def _place(
@@ -184,17 +179,23 @@ def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) ->
             float(schedule(0))  # a schedule that fails should fail here, as the task's error
     if optimizer is None:
         settings = replace(config.optim, learning_rate=plan.learning_rate.value)
-        optimizer = build_named_optimizer(model, settings, plan.fused_optimizer.value)
+        fused = plan.fused_optimizer.value
+        optimizer = build_named_optimizer(model, settings, fused, place_free=config.run.reproducible)
     average = None
     if config.optim.ema_decay is not None:
-        average = WeightAverage(optimizer, config.optim.ema_decay, config.optim.evaluate_ema)
+        place_free = config.run.reproducible
+        average = WeightAverage(optimizer, config.optim.ema_decay, config.optim.evaluate_ema, place_free)
+    rounding = None
+    if config.device.short_weights:
+        rounding = WeightRounding(model, optimizer, config.run.seed)
     if schedule is not None:
-        return ScheduledOptimizer(optimizer, schedule, average=average)
+        return ScheduledOptimizer(optimizer, schedule, average=average, rounding=rounding)
     return ScheduledOptimizer(
         optimizer,
         warmup_schedule(config.optim.schedule, plan.warmup_steps.value, plan.total_steps.value),
         config.optim.schedule,
         average,
+        rounding,
     )
 
 
@@ -219,16 +220,20 @@ def _build_own_optimizer(
 
 
 def _weight_copies(
-    plan: Plan, world: World, model: nn.Module, optimizer: ScheduledOptimizer
+    plan: Plan, world: World, strategy: Strategy, optimizer: ScheduledOptimizer
 ) -> WeightCopies | None:
     """Return copies of the experts' weights in bf16, where an optimizer that writes them trains one process.
 
-    In fp16 gradients would overflow; several workers sum theirs in the type of the weights. A worker that
-    probes a batch size is alone in its ``world``, and has none either."""
+    In fp16 gradients would overflow; several workers sum theirs in the type of the weights, and exact sums
+    are of integers. A worker that probes a batch size is alone in its ``world``, and has none either."""
     workers = max(world.size, plan.workers.value)
-    if workers > 1 or plan.precision.value not in BF16_PRECISIONS or not isinstance(optimizer.inner, AdamW):
+    if (
+        (workers > 1 and not strategy.reproducible)
+        or plan.precision.value not in BF16_PRECISIONS
+        or not isinstance(optimizer.inner, AdamW)
+    ):
         return None
-    return WeightCopies(model, optimizer.inner, torch.bfloat16)
+    return WeightCopies(strategy.model, optimizer.inner, torch.bfloat16)
 
 
 def build_stepper(
@@ -269,5 +274,5 @@ def build_graphs(
         return StepGraphs(recorder, parts.strategy, optimizer, world.device, emit, is_required)
     if is_required:
         raise UserError(f"--cuda-graph on cannot work: {obstacle}; leave it out, or change that")
-    emit("cuda_graph", status="off", seconds=0.0, detail=obstacle)
+    emit(kinds.CudaGraph(status="off", seconds=0.0, detail=obstacle))
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,10 @@ def evaluate_checkpoint(
     experts = place_experts(prepared, world, {}, saved, [])
     if prepared.plan.data_ranks < world.size:
         world = world.with_data_on_main()
+    world = replace(world, whole_micro_batches=config.run.reproducible)
     plan = prepared.plan
     task = prepared.task
-    parts = build_parts(
-        config, plan, task, world, host_of=experts.host_of, experts=experts.layers, groups=experts.groups
-    )
+    parts = build_parts(config, plan, task, world, experts=experts)
     evaluation = build_evaluation(config, plan, task, world, parts)
     try:
         if evaluation is None:

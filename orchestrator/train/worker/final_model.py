@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
 
 from torch import nn
 
@@ -18,6 +17,7 @@ from orchestrator.checkpoint.progress import read_progress
 from orchestrator.checkpoint.saved_experts import OtherExperts
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged, ResourceError, TrainingFailed, UserError
+from orchestrator.record.events import kinds
 from orchestrator.record.events.effective import effective_events
 from orchestrator.record.events.kinds import End, Evaluation, Event
 from orchestrator.record.events.sessions import last_of
@@ -28,17 +28,9 @@ from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import build_checked_model
 from orchestrator.train.checkpoint.restore import check_experts, restore_model
+from orchestrator.train.device.short_weights import lengthen_weights
 from orchestrator.train.worker.placed_experts import build_experts
 from orchestrator.train.worker.resume import find_candidates
-
-
-@dataclass(frozen=True)
-class FinalWeights:
-    """The step whose weights a run ends with, and why."""
-
-    step: int
-    weights: Literal["best", "last"]
-    reason: str
 
 
 def final_model(
@@ -72,16 +64,17 @@ def final_model(
             contents = load(run_dir / "checkpoints" / step_name(chosen.step), kinds=weight_kinds(averaged))
         except (CheckpointDamaged, UserError) as error:
             reason = f"the best weights, of step {chosen.step}, cannot be restored: {error}"
-            chosen = FinalWeights(last_step, "last", reason)
-            log.write("warning", kind="checkpoint", message=f"{reason}; the model has the last ones")
+            chosen = kinds.Final(step=last_step, weights="last", reason=reason)
+            log.write(kinds.Warned(kind="checkpoint", message=f"{reason}; the model has the last ones"))
     if contents is None and live_model is None:
         contents = _newest_weights(prepared, run_dir)
         chosen = replace(chosen, step=read_progress(contents.state).step)
     model = _built_model(prepared.task) if live_model is None else live_model
+    lengthen_weights(model)  # an average of weights in bf16 is in fp32
     if contents is not None:
         restore_weights(model, with_average(contents) if averaged else contents)
     _end_training(model)
-    log.write("final", **asdict(chosen), seconds=perf_counter() - began_s)
+    log.write(replace(chosen, seconds=perf_counter() - began_s))
     return model
 
 
@@ -104,20 +97,24 @@ def _built_model(task: Task) -> nn.Module:
     return model
 
 
-def choose_weights(events: Sequence[Event], end: End, keep_last: bool) -> FinalWeights:
+def choose_weights(events: Sequence[Event], end: End, keep_last: bool) -> kinds.Final:
     """Choose the step whose weights a run ends with, from the events that count. Pure."""
     last_step = end.steps or 0
     best = best_evaluation(events)
     if end.status != "completed":
-        return FinalWeights(last_step, "last", "the run can be continued")
+        return kinds.Final(step=last_step, weights="last", reason="the run can be continued")
     if keep_last:
-        return FinalWeights(last_step, "last", "set by --keep-last")
+        return kinds.Final(step=last_step, weights="last", reason="set by --keep-last")
     if best is not None:
-        return FinalWeights(best.step, "best", f"the best validation {metric_of_best(events)}")
+        return kinds.Final(
+            step=best.step, weights="best", reason=f"the best validation {metric_of_best(events)}"
+        )
     if last_of(events, Evaluation) is not None:
         # The run was continued in a folder of its own.
-        return FinalWeights(last_step, "last", "the best result is of an earlier run, in another folder")
-    return FinalWeights(last_step, "last", "there is no validation result to choose by")
+        return kinds.Final(
+            step=last_step, weights="last", reason="the best result is of an earlier run, in another folder"
+        )
+    return kinds.Final(step=last_step, weights="last", reason="there is no validation result to choose by")
 
 
 def copy_model(source: nn.Module, target: nn.Module, step: int) -> None:

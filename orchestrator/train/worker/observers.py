@@ -1,4 +1,4 @@
-"""Observers of a run in this process: event log, trackers, monitor, and stop signals."""
+"""Observers of a run in this process: event log, trackers, monitor, profiler, and stop signals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import to_json
@@ -17,14 +19,19 @@ from orchestrator.live.callbacks.callbacks import CallbackRunner
 from orchestrator.live.screen.screen import Screen
 from orchestrator.live.trackers.trackers import TrackerThread
 from orchestrator.plan.inventory.hardware import inventory, secret_values
+from orchestrator.record.events import kinds
 from orchestrator.record.files.event_log import EventLog, Listener
 from orchestrator.record.files.log import Log
-from orchestrator.record.machine.monitor import Monitor
+from orchestrator.record.machine.monitor import Monitor, Sample
 from orchestrator.record.summary.index import FoldKeeper
 from orchestrator.redaction import mask_tree
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.train.group.requests import Requests
 from orchestrator.train.group.world import World
+
+_SKIPPED_STEPS = 2
+_WARMUP_STEPS = 1
+_TRACED_STEPS = 4
 
 
 @contextmanager
@@ -38,7 +45,7 @@ def open_event_log(
     """Yield the event log of a run. Its listeners are screen, trackers, callbacks and ``listeners``."""
 
     def warn(message: str) -> None:
-        log.write("warning", kind="tracker", message=message)
+        log.write(kinds.Warned(kind="tracker", message=message))
 
     secrets = secret_values()
     settings = mask_tree(to_json(config), secrets)
@@ -78,7 +85,7 @@ def with_requests_of(
 
 
 @contextmanager
-def monitor_readings(prepared: PreparedRun, world: World, log: Log) -> Iterator[Callable[[], dict[str, Any]]]:
+def monitor_readings(prepared: PreparedRun, world: World, log: Log) -> Iterator[Callable[[], Sample]]:
     """Yield a function that returns the newest reading of the machine.
 
     The monitor warns from its own thread, and the log belongs to the loop's thread: warnings are
@@ -91,10 +98,10 @@ def monitor_readings(prepared: PreparedRun, world: World, log: Log) -> Iterator[
     warnings: deque[str] = deque()
     monitor = Monitor(tuple(gpu.uuid or gpu.index for gpu in gpus), on_warning=warnings.append)
 
-    def newest_reading() -> dict[str, Any]:
+    def newest_reading() -> Sample:
         while warnings:
-            log.write("warning", kind="memory", message=warnings.popleft())
-        return monitor.event_fields()
+            log.write(kinds.Warned(kind="memory", message=warnings.popleft()))
+        return monitor.newest()
 
     with monitor:
         yield newest_reading
@@ -123,3 +130,30 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     finally:
         signal.signal(signal.SIGINT, earlier_sigint)
         signal.signal(signal.SIGTERM, earlier_sigterm)
+
+
+@contextmanager
+def profiling(run_dir: Path, device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Trace a few steps (``--profile``); yield the function to call after each step.
+
+    Writes ``trace.json`` (for chrome://tracing or Perfetto) and ``profile.txt`` to the run folder.
+    """
+    activities = [ProfilerActivity.CPU]
+    sort_by = "self_cpu_time_total"
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        sort_by = "self_cuda_time_total"
+
+    def write_results(profiler: profile) -> None:
+        profiler.export_chrome_trace(str(run_dir / "trace.json"))
+        table = profiler.key_averages().table(sort_by=sort_by, row_limit=25)
+        (run_dir / "profile.txt").write_text(table, encoding="utf-8")
+
+    with profile(
+        activities=activities,
+        schedule=schedule(wait=_SKIPPED_STEPS, warmup=_WARMUP_STEPS, active=_TRACED_STEPS, repeat=1),
+        on_trace_ready=write_results,
+        profile_memory=True,
+        record_shapes=True,
+    ) as profiler:
+        yield lambda step: profiler.step()  # noqa: ARG005

@@ -16,6 +16,7 @@ from orchestrator.checkpoint.saved_experts import SavedExperts
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.host_groups import groups_on
 from orchestrator.plan.planning import Plan
+from orchestrator.record.events import kinds
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.train.group.world import World
 from orchestrator.train.strategies.placement import PlacementDecision, decide_placement
@@ -25,20 +26,22 @@ from orchestrator.train.strategies.placement import PlacementDecision, decide_pl
 class PlacedExperts:
     """The experts of a model, and where they live."""
 
-    decision: PlacementDecision | None = None
-    """None unless the run is expert parallel."""
     layers: Sequence[LayerStructure] | None = None
     """The experts, where they are not as the task builds them or have copies."""
+    host_of: Sequence[Sequence[int]] | None = None
+    """The host of each expert, by layer; None unless the run is expert parallel."""
+    groups: int = 1
+    """The groups of hosts that each hold every expert; ``host_of`` are the hosts of the first."""
+    decision: PlacementDecision | None = None
+    """The decision behind ``host_of``."""
 
-    @property
-    def host_of(self) -> list[tuple[int, ...]] | None:
-        """The host of each expert, by layer."""
-        return self.decision.host_of if self.decision is not None else None
+    @classmethod
+    def by(cls, decision: PlacementDecision, layers: Sequence[LayerStructure] | None = None) -> PlacedExperts:
+        return cls(layers, decision.host_of, decision.groups, decision)
 
-    @property
-    def groups(self) -> int:
-        """The groups of hosts that each hold every expert; ``host_of`` are the hosts of the first."""
-        return self.decision.groups if self.decision is not None else 1
+
+ON_ONE_HOST = PlacedExperts()
+"""Experts as the task builds them, in one process or whole on every worker."""
 
 
 def place_experts(
@@ -54,7 +57,7 @@ def place_experts(
     Saved experts keep their hosts and copies where there are as many hosts as before."""
     saved_layers = saved.layers if saved is not None and saved.have_changed else None
     if not prepared.plan.strategy_facts.divides_experts or world.size == 1:
-        return PlacedExperts(None, _on_one_host(saved_layers) if saved_layers else None)
+        return PlacedExperts(_on_one_host(saved_layers)) if saved_layers else ON_ONE_HOST
     facts = facts_with_experts(prepared.facts, saved)
     config = prepared.resolved.config
     groups = groups_on(config, prepared.plan, prepared.facts, world.size).value
@@ -65,8 +68,8 @@ def place_experts(
     decision = decide_placement(config, prepared.plan, facts, world, before, counts, name, groups)
     if saved is not None and has_same_groups and groups == 1 and _keeps_hosts(saved, decision, world):
         has_copies = any(len(expert.hosts) > 1 for layer in saved.layers for expert in layer.experts)
-        return PlacedExperts(decision, saved.layers if saved_layers or has_copies else None)
-    return PlacedExperts(decision, _on_hosts(saved_layers, decision.host_of) if saved_layers else None)
+        return PlacedExperts.by(decision, saved.layers if saved_layers or has_copies else None)
+    return PlacedExperts.by(decision, _on_hosts(saved_layers, decision.host_of) if saved_layers else None)
 
 
 def _keeps_hosts(saved: SavedExperts, decision: PlacementDecision, world: World) -> bool:
@@ -85,18 +88,20 @@ def _in_order(
     return ordered
 
 
-def placement_fields(
-    decision: PlacementDecision, facts: ModelFacts, layers: Sequence[LayerStructure]
-) -> dict[str, Any]:
-    """Return the fields of a ``placement`` event, with the ids and copies that experts have now."""
-    fields = decision.event(facts)
-    for entry, layer in zip(fields["layers"], layers, strict=True):
+def placement_event(
+    decision: PlacementDecision, facts: ModelFacts, layers: Sequence[LayerStructure], step: int
+) -> kinds.Placement:
+    """Return the event of a placement, with the ids and copies that experts have now."""
+    event = decision.event(facts, step)
+    placed = []
+    for entry, layer in zip(event.layers, layers, strict=True):
         if not layer.is_initial:
-            entry["ids"] = list(layer.ids)
+            entry = replace(entry, ids=layer.ids)
         if any(len(expert.hosts) > 1 for expert in layer.experts):
-            entry["host_of"] = [list(expert.hosts) for expert in layer.experts]
-            entry["splits"] = [list(expert.split) for expert in layer.experts]
-    return fields
+            hosts = tuple(expert.hosts for expert in layer.experts)
+            entry = replace(entry, host_of=hosts, splits=tuple(expert.split for expert in layer.experts))
+        placed.append(entry)
+    return replace(event, layers=tuple(placed))
 
 
 def build_experts(model: nn.Module, layers: Sequence[LayerStructure]) -> None:

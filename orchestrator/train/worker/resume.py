@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from experts.balance import gated_layers
 from experts.expert_state import remote_expert_names
-from orchestrator.checkpoint.files import KINDS, MANIFEST, Contents, load
+from orchestrator.checkpoint.files import KINDS, Contents, is_checkpoint, load
 from orchestrator.checkpoint.hashed_file import no_progress
 from orchestrator.checkpoint.progress import Progress, read_progress
 from orchestrator.checkpoint.saved_experts import SavedExperts, read_experts
 from orchestrator.checkpoint.store import CheckpointStore, LoadedCheckpoint, Skipped, first_good
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, OrchestratorError, UserError
+from orchestrator.record.events import kinds
 from orchestrator.record.files.log import Log, SilentLog
 from orchestrator.run.run_dir import given_location
 from orchestrator.train.checkpoint.restore import restore, restore_model
@@ -163,7 +164,7 @@ def restore_checkpoint(
             if layer.statistics is not None:
                 layer.statistics.reset()  # those of the earlier run
         location = given_location(checkpoint.path)
-        start.log.write("resume", step=0, path=location, skipped=[], weights_only=True)
+        start.log.write(kinds.Resume(step=0, path=location, weights_only=True))
         return Progress()
     if settings.resume is None:
         return Progress()
@@ -173,7 +174,11 @@ def restore_checkpoint(
 
 
 def _resumed(
-    progress: Progress, start: StartPoint, name: str | None, skipped: Sequence[Skipped], **fields: str
+    progress: Progress,
+    start: StartPoint,
+    name: str | None,
+    skipped: Sequence[Skipped],
+    source: str | None = None,
 ) -> Progress:
     """Record what the run has resumed from, and return the progress."""
     # All have read: damaged checkpoints and later ones may now be renamed.
@@ -181,8 +186,8 @@ def _resumed(
         start.store.set_aside_after(progress.step, start.progress)
     # The main worker may wait for the driver: the others must not wait for it in their first collective.
     start.world.wait_for_main("checkpoints set aside")
-    skipped_fields = [{"path": entry.path.name, "reason": entry.reason} for entry in skipped]
-    start.log.write("resume", step=progress.step, path=name, skipped=skipped_fields, **fields)
+    recorded = tuple(kinds.SkippedCheckpoint(entry.path.name, entry.reason) for entry in skipped)
+    start.log.write(kinds.Resume(step=progress.step, path=name, skipped=recorded, source=source))
     return progress
 
 
@@ -266,7 +271,7 @@ def find_candidates(resume: str, store: CheckpointStore) -> Candidates:
     path = Path(resume)
     if resume == "auto":
         return Candidates(_newest_first(store), "auto", resume)
-    if (path / MANIFEST).exists() or not (path / "checkpoints").is_dir():
+    if is_checkpoint(path) or not (path / "checkpoints").is_dir():
         return Candidates([resume], "checkpoint", resume)
     other_store = CheckpointStore(path / "checkpoints", repair=False)
     return Candidates(_newest_first(other_store), "run", resume)

@@ -18,6 +18,7 @@ from orchestrator.checkpoint.saved_experts import OtherExperts, SavedExperts
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.live.callbacks.callbacks import CallbackRunner
 from orchestrator.plan.inventory.hardware import secret_values
+from orchestrator.record.events import kinds
 from orchestrator.record.files.event_log import DriverLog, EventLog
 from orchestrator.record.files.log import Log
 from orchestrator.record.files.reading import last_recorded_step
@@ -31,7 +32,6 @@ from orchestrator.run.plan_file import (
 from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.run.run_dir import write_summary
 from orchestrator.train.checkpoint.snapshots import SnapshotTarget
-from orchestrator.train.device.profiling import profiling
 from orchestrator.train.group.heartbeat import Heartbeat
 from orchestrator.train.group.requests import Requests
 from orchestrator.train.group.world import World
@@ -39,14 +39,15 @@ from orchestrator.train.loop.loop import Loop, Outcome
 from orchestrator.train.loop.training import LoopHooks, Training
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.shares import assign_shares
-from orchestrator.train.worker.batch_probe import with_measured_batch
+from orchestrator.train.worker.batch_probe import JointProbe, with_measured_batch
 from orchestrator.train.worker.build import OpenStore, WorkerContext, build_training
-from orchestrator.train.worker.observers import monitor_readings
+from orchestrator.train.worker.manifest import record_manifest
+from orchestrator.train.worker.observers import monitor_readings, profiling
 from orchestrator.train.worker.placed_experts import (
     PlacedExperts,
     facts_with_experts,
     place_experts,
-    placement_fields,
+    placement_event,
 )
 from orchestrator.train.worker.resume import ResumeFrom, StartPoint, saved_experts_to_start_with
 from orchestrator.train.worker.shown_model import ShownModel
@@ -64,7 +65,7 @@ class Supervision:
     """Returns the requests of the user and of callbacks since the last call."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     snapshots: SnapshotTarget | None = None
-    """Where an expert host writes its snapshots; other workers take none."""
+    """Where a host writes its snapshots; other workers take none."""
     callbacks: CallbackRunner | None = None
     """Callbacks that look at the model in this process, if it is that of the main worker."""
     open_store: OpenStore = CheckpointStore
@@ -170,12 +171,13 @@ class WorkerRun:
         if self._supervision.callbacks is not None:
             self._supervision.callbacks.report_repeated_errors()
         self.log.write(
-            "end",
-            status=outcome.status,
-            reason=outcome.reason,
-            steps=loop.progress.step,
-            seconds=perf_counter() - self._began_s,
-            memory=loop.memory.run_record(),
+            kinds.End(
+                status=outcome.status,
+                reason=outcome.reason,
+                steps=loop.progress.step,
+                seconds=perf_counter() - self._began_s,
+                memory=loop.memory.run_record(),
+            )
         )
         return outcome
 
@@ -184,17 +186,20 @@ class WorkerRun:
     ) -> None:
         """Record the start, the settings that have changed, and where the experts are."""
         # From the seconds the driver learns when the workers of a restarted run had formed their group.
-        start_fields = _start_fields(self.prepared, training)
-        self.log.write("start", **start_fields, build_seconds=build_seconds)
+        start = _start_event(self.prepared, training, build_seconds)
+        if self.prepared.resolved.config.run.reproducible:
+            step = training.progress.step
+            record_manifest(self.prepared, self.world, training.feed, step, self.run_dir, self.log)
+        self.log.write(start)
         step = training.progress.step
         # Workers that restart after a failure change nothing.
         if self.prepared.changes and self._resume is None:
-            changes = [change.event() for change in self.prepared.changes]
-            self.log.write("settings", step=step, changes=changes)
+            changes = tuple(kinds.ChangedSetting(**vars(change)) for change in self.prepared.changes)
+            self.log.write(kinds.Settings(step=step, changes=changes))
         if experts.decision is not None:
             facts = facts_with_experts(self.prepared.facts, saved)
             layers = structure_of(training.stepper.strategy.model)
-            self.log.write("placement", step=step, **placement_fields(experts.decision, facts, layers))
+            self.log.write(placement_event(experts.decision, facts, layers, step))
 
     def _saved_experts(self) -> SavedExperts | None:
         """Return the experts of the state to start from."""
@@ -213,21 +218,27 @@ class WorkerRun:
             # The main worker reads for all: on a network drive they may not see the same file.
             earlier_plan = read_earlier_plan(self.run_dir) if self.world.is_main else None
             known = self.world.broadcast_value("plan", earlier_plan)
-        prepared = with_measured_batch(self.prepared, self.world, known, self.log)
+        prepared = self.prepared
         experts = place_experts(prepared, self.world, known, saved, self._last_loads(prepared, known))
+        halvings = self._resume.halvings if self._resume else 0
+        joint = JointProbe(experts, self._supervision.heartbeat, halvings)
+        # Before the batch is measured: a fast worker has more samples in a step than the others.
+        self.world, device_speeds = assign_shares(config, prepared.plan, self.world, known)
+        prepared = with_measured_batch(prepared, self.world, known, self.log, joint)
         placement_fields: dict[str, Any] = {}
         if experts.decision is not None:
             placement_fields = experts.decision.saved_fields(config.parallel.placement)
-        known |= placement_fields
-        self.world, device_speeds = assign_shares(config, prepared.plan, self.world, known)
+        # A start that ran out of memory while it measured has measured again, below that size.
+        has_measured = prepared is not self.prepared and "batch_size" not in known
+        included = halvings if has_measured else min(halvings, known.get("halvings", 0))
         if self.world.is_main:
-            measured = {"device_speeds": device_speeds} | placement_fields
+            measured = {"device_speeds": device_speeds, "halvings": included} | placement_fields
             write_config_and_plan(prepared, self.run_dir, measured)
             keep_files: Callable[[Path], None] | None = getattr(prepared.task, "keep_files", None)
             if keep_files is not None:
                 keep_files(self.run_dir)
         # After the plan is written: a later start of the run begins with whole micro-batches again.
-        self.prepared = _with_halved_batch(prepared, self._resume.halvings if self._resume else 0)
+        self.prepared = _with_halved_batch(prepared, halvings - included)
         return experts
 
     def _last_loads(self, prepared: PreparedRun, known: dict[str, Any]) -> list[dict[str, float]]:
@@ -269,32 +280,30 @@ def _with_halved_batch(prepared: PreparedRun, halvings: int) -> PreparedRun:
     return replace(prepared, plan=replace(prepared.plan, batch_size=batch_size))
 
 
-def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
-    """Return the fields of the ``start`` event."""
+def _start_event(prepared: PreparedRun, training: Training, build_seconds: float) -> kinds.Start:
     plan = prepared.plan
     world = training.stepper.world
     strategy = plan.strategy_facts
-    fields: dict[str, Any] = {
-        "version": VERSION,
-        "task": prepared.resolved.config.task,
-        "strategy": strategy.name,
-        "workers": world.size,
-        "device": str(world.device) if strategy.in_process else plan.device.value,
-        "precision": plan.precision.value,
-        "global_batch_size": plan.global_batch_size.value,
-        "parameters": prepared.facts.parameters,
-        "unit": prepared.facts.unit,
-        "total_steps": training.cadence.total_steps,
-        "step": training.progress.step,
-        "best_by": f"{training.cadence.metric}:{training.cadence.mode}",
-    }
-    if world.size > 1:
-        fields |= {"backend": plan.backend.value, "sharding": plan.sharding.value}
-    if strategy.divides_experts:
-        fields["gate"] = plan.gate.value
-    if world.shares:
-        fields["shares"] = list(world.shares)
-    return fields
+    is_parallel = world.size > 1
+    return kinds.Start(
+        version=VERSION,
+        task=prepared.resolved.config.task,
+        strategy=strategy.name,
+        workers=world.size,
+        device=str(world.device) if strategy.in_process else plan.device.value,
+        precision=plan.precision.value,
+        global_batch_size=plan.global_batch_size.value,
+        parameters=prepared.facts.parameters,
+        unit=prepared.facts.unit,
+        total_steps=training.cadence.total_steps,
+        step=training.progress.step,
+        best_by=f"{training.cadence.metric}:{training.cadence.mode}",
+        build_seconds=build_seconds,
+        backend=plan.backend.value if is_parallel else None,
+        sharding=plan.sharding.value if is_parallel else None,
+        gate=plan.gate.value if strategy.divides_experts else None,
+        shares=tuple(world.shares or ()),
+    )
 
 
 def count_starts(run_dir: Path) -> int:
@@ -338,24 +347,26 @@ def record_failure(
         event_log = log or _driver_log(path, callbacks, secrets)
         if starts_before and count_starts(run_dir) == starts_before:
             text = f"a resume failed before its first step: {first_line(message)}"
-            event_log.write("warning", kind="resume", message=text)
+            event_log.write(kinds.Warned(kind="resume", message=text))
             event_log.close()
             return
         last_step = last_recorded_step(path)
         event_log.write(
-            "failure",
-            kind=type(error).__name__,
-            message=message[:_MAX_MESSAGE_CHARACTERS],
-            rank=None,
-            step=last_step,
-            final=True,
+            kinds.Failure(
+                kind=type(error).__name__,
+                message=message[:_MAX_MESSAGE_CHARACTERS],
+                rank=None,
+                step=last_step,
+                final=True,
+            )
         )
         event_log.write(
-            "end",
-            status="failed",
-            reason=first_line(message),
-            steps=last_step,
-            seconds=seconds,
+            kinds.End(
+                status="failed",
+                reason=first_line(message),
+                steps=last_step,
+                seconds=seconds,
+            )
         )
         event_log.close()
         write_summary(run_dir)

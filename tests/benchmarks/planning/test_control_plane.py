@@ -26,6 +26,7 @@ ROWS = (
 )
 
 
+@pytest.mark.extended
 def test_it_runs_at_tiny_size(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def test_a_configuration_is_predicted_and_measured(monkeypatch: pytest.MonkeyPat
     assert references.names == [], "the invented calibration has no steps of its own"
 
 
+@pytest.mark.extended
 def test_scaling_has_a_row_for_each_number_of_devices(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

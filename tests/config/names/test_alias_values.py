@@ -196,6 +196,11 @@ def test_words_for_adapters_are_answered_with_their_rank_and_targets():
     assert foreign_name_advice("use_peft", "true", "flag") == f"write --lora 16 {rank}"
     assert foreign_name_advice("finetuning_type", "lora", "yaml") == f"write lora: 16 under model: {rank}"
     assert str(foreign_name_advice("finetuning_type", "full", "flag")).startswith("leave it out")
-    assert str(foreign_name_advice("adapter", "qlora", "flag")).startswith("weights are not quantised")
+    assert foreign_name_advice("adapter", "qlora", "flag") == "write --frozen-weights nf4 --lora 16"
+    beside = "(quantised weights are frozen, beside the adapters of --lora 16)"
+    assert foreign_name_advice("load_in_4bit", "true", "flag") == f"write --frozen-weights nf4 {beside}"
+    assert foreign_name_advice("load_in_8bit", "yes", "flag") == f"write --frozen-weights int8 {beside}"
+    assert foreign_name_advice("quantization_bit", "8", "flag") == f"write --frozen-weights int8 {beside}"
+    assert str(foreign_name_advice("load_in_4bit", "false", "flag")).startswith("leave it out")
     assert foreign_name_advice("lora_target_modules", "q_proj", "flag") == "write --lora-targets q_proj"
     assert foreign_name_advice("lora_target_linear", "true", "flag") == "write --lora-targets all-linear"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.reading.flags import check_flags
 from orchestrator.config.reading.reader import read_file
 from orchestrator.config.settings import Config, foreign_name_advice
 from orchestrator.errors import UserError
+from tests.config.helpers import read_argv
 
 # The name and value given, our flag, our line of YAML and its section.
 DOCUMENTED = [
@@ -54,7 +54,7 @@ def test_the_documented_names_are_answered(
     for flag_name in (f"--{name}", f"--{name.replace('_', '-')}"):
         for argv in ([flag_name, value], [f"{flag_name}={value}"]):
             with pytest.raises(UserError) as caught:
-                check_flags(argv, ())
+                read_argv(*argv)
             assert str(caught.value).startswith(f"unknown flag {flag_name}; write {flag}")
     path = tmp_path / "cfg.yaml"
     for text, number in ((f"{name}: {value}\n", 1), (f"run:\n  {name}: {value}\n", 2)):
@@ -73,7 +73,7 @@ def test_settings_of_launchers_are_left_out(name: str):
     with pytest.raises(
         UserError, match=f"^unknown flag --{name}; Ray finds the workers and numbers them: leave it out$"
     ):
-        check_flags([f"--{name}", "29500"], ())
+        read_argv(f"--{name}", "29500")
 
 
 @pytest.mark.parametrize("name", ["nnodes", "num_nodes", "num_machines"])
@@ -149,8 +149,7 @@ PEERS_WORDS = {
     "push_to_hub": ("true", "training writes to the run folder alone: leave it out; when the run is done, "),
     "hub_model_id": ("me/m", "training writes to the run folder alone: leave it out; when the run is done, "),
     "hub_token": ("hf_x", "the token is that of the environment (HF_TOKEN)"),
-    "load_in_4bit": ("true", "weights are not quantised: leave it out; --lora 16"),
-    "bnb_4bit_quant_type": ("nf4", "weights are not quantised: leave it out; --lora 16"),
+    "double_quant": ("true", "the scales of --frozen-weights nf4 are in 8 bits themselves: leave it out"),
     "trust_remote_code": ("true", "code from a model's folder is never run: leave it out"),
     "tokenizer_name": ("org/m", "the tokenizer is that of --model: leave it out"),
     "merge_lora": ("true", "a run keeps its adapters by themselves: leave it out"),
@@ -161,7 +160,7 @@ PEERS_WORDS = {
 @pytest.mark.parametrize(("name", "value", "answer"), [(name, *case) for name, case in PEERS_WORDS.items()])
 def test_a_peers_word_is_answered_in_one_line(name: str, value: str, answer: str):
     with pytest.raises(UserError) as caught:
-        check_flags([f"--{name}", value], ())
+        read_argv(f"--{name}", value)
     assert str(caught.value).startswith(f"unknown flag --{name}; {answer}")
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError) as caught:

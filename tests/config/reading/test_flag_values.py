@@ -53,7 +53,9 @@ def test_a_flag_and_a_file_are_refused_in_the_same_words(config_file: Path):
 def test_a_contradiction_between_flag_and_file_is_found(config_file: Path):
     config_file.write_text("run: {deterministic: true}\n")
     message = flag_refusal("--config", str(config_file), "--tf32", "on")
-    assert message == "deterministic and tf32 on contradict each other; leave --tf32 out"
+    assert message == (
+        "deterministic and tf32 on contradict each other: it computes without tf32; leave one of them out"
+    )
 
 
 def test_verbs_without_settings_answer_alike():

@@ -15,7 +15,7 @@ from orchestrator.cli.plan import PlanOptions
 from orchestrator.cli.report import ReportOptions
 from orchestrator.cli.watch import WatchOptions
 from orchestrator.config.names.aliases import aliases
-from orchestrator.config.reading.flags import check_flags, read_flags, read_options
+from orchestrator.config.reading.flags import read_flags, read_options
 from orchestrator.config.settings import Config, flat_names, section_types
 from orchestrator.errors import UserError
 from tests.config.helpers import TYPOS, flag_refusal, read_argv
@@ -80,7 +80,7 @@ def mutations(name: str) -> Iterator[str]:
 def test_every_slip_of_one_letter_is_answered_with_the_setting(name: str):
     for wrong in set(mutations(name)) - {name, *flat_names(), *section_types(), *aliases()}:
         with pytest.raises(UserError, match=rf"\(did you mean --{name.replace('_', '-')}\?\)"):
-            check_flags([f"--{wrong}"], ())
+            read_argv(f"--{wrong}")
 
 
 def test_flags_take_dashes_and_underscores_and_win_over_the_file(config_file: Path):

@@ -14,6 +14,7 @@ EXPERT_PARALLEL: dict[str, Any] = {"parallel_strategy": "expert_parallel"}
 
 
 DATA_PARALLEL: dict[str, Any] = {"parallel_strategy": "data_parallel"}
+LIVE: dict[str, Any] = {**DATA_PARALLEL, "recovery": "live"}
 
 
 @pytest.mark.parametrize(
@@ -38,16 +39,6 @@ DATA_PARALLEL: dict[str, Any] = {"parallel_strategy": "data_parallel"}
             ("workers auto", "32", "two of the three", "--workers N"),
         ),
         ({"gpu_mode": "cpu", "devices": (0, 2)}, ("devices 0,2", "gpu_mode is cpu")),
-        (
-            {"optimizer": "adamw8bit", "sharding": "zero2", "workers": 2},
-            ("adamw8bit needs whole weights", "sharding"),
-        ),
-        ({"optimizer": "muon", "sharding": "zero3", "workers": 2}, ("muon needs whole weights", "sharding")),
-        (
-            {"optimizer": "adamw8bit", "rebalance": "on", "parallel_strategy": "expert_parallel"},
-            ("adamw8bit", "rebalance on", "--optimizer adamw"),
-        ),
-        ({"optimizer": "adamw8bit", "evolution": "bold"}, ("adamw8bit", "evolution bold")),
         ({"optimizer": "adamw8bit", "momentum": 0.9}, ("momentum", "adamw8bit has --betas")),
         ({"gpu_mode": "cpu", "backend": "nccl"}, ("backend nccl", "gpu_mode is cpu", "gloo")),
         ({"gpu_mode": "single_gpu", "workers": 2}, ("single_gpu", "workers is 2", "multi_gpu")),
@@ -63,11 +54,11 @@ DATA_PARALLEL: dict[str, Any] = {"parallel_strategy": "data_parallel"}
             {"accumulation_steps": 9, "global_batch_size": 8},
             ("accumulation_steps is 9", "global_batch_size 8"),
         ),
-        ({"resume": "auto", "init_from": Path("x")}, ("resume", "init_from", "give one")),
+        ({"resume": "auto", "init_from": Path("x")}, ("resume auto", "init_from x", "leave one of them out")),
         ({"deterministic": True, "tf32": "on"}, ("deterministic", "tf32")),
         ({"deterministic": True, "cudnn_benchmark": "on"}, ("deterministic", "cudnn_benchmark")),
-        ({"gpu_mode": "cpu", "tf32": "on"}, ("tf32", "gpu_mode is cpu")),
-        ({"batch_size": "auto", "auto": False}, ("batch_size auto", "--no-auto")),
+        ({"gpu_mode": "cpu", "tf32": "on"}, ("tf32 on", "gpu_mode cpu")),
+        ({"batch_size": "auto", "auto": False}, ("batch_size auto", "no auto")),
         ({"experts": 0, "shared_expert_size": 64}, ("shared_expert_size is 64", "experts is 0", "dense")),
         (
             {**EXPERT_PARALLEL, "experts": 0},
@@ -86,15 +77,34 @@ DATA_PARALLEL: dict[str, Any] = {"parallel_strategy": "data_parallel"}
             {**EXPERT_PARALLEL, "find_unused_parameters": True},
             ("find_unused_parameters", "works with data_parallel", "DDP"),
         ),
-        (
-            {**EXPERT_PARALLEL, "batch_size": "auto"},
-            ("batch_size auto", "expert_parallel", "whole models are measured"),
-        ),
         ({**EXPERT_PARALLEL, "gpu_mode": "single_gpu", "workers": 2}, ("single_gpu", "workers is 2")),
-        ({"gate": "primary", "share_by_speed": "on"}, ("gate primary", "share_by_speed on", "leave one out")),
+        (
+            {"gate": "primary", "share_by_speed": "on"},
+            ("gate primary", "share_by_speed on", "leave one of them out"),
+        ),
         (
             {**DATA_PARALLEL, "gate": "primary"},
             ("gate primary works with expert_parallel", "parallel_strategy is data_parallel", "leave it out"),
+        ),
+        (
+            {**LIVE, "gate": "primary"},
+            ("gate primary works with expert_parallel", "parallel_strategy is data_parallel", "leave it out"),
+        ),
+        (
+            {"recovery": "live", "static_graph": True},
+            (
+                "static_graph works with recovery restart",
+                "recovery is live: gradients are summed without DDP",
+            ),
+        ),
+        (
+            {**LIVE, "sync_batchnorm": True},
+            ("sync_batchnorm works with recovery restart", "recovery is live"),
+        ),
+        ({**LIVE, "cpu_offload": True}, ("cpu_offload works with recovery restart", "on the device")),
+        (
+            {**EXPERT_PARALLEL, "recovery": "restart"},
+            ("recovery restart works with data_parallel", "is expert_parallel: a lost host is replaced"),
         ),
         (
             {**DATA_PARALLEL, "placement": "x.json"},
@@ -144,6 +154,11 @@ def test_a_contradiction_names_both_sides(settings: dict[str, Any], parts: tuple
         {"deterministic": True, "tf32": "off", "cudnn_benchmark": "off"},
         {**EXPERT_PARALLEL, "gate": "primary", "placement": "round_robin", "exchange_chunks": 4},
         {**EXPERT_PARALLEL, "workers": 1, "gpu_mode": "single_gpu"},
+        {**EXPERT_PARALLEL, "recovery": "live"},
+        {**DATA_PARALLEL, "recovery": "restart", "static_graph": True},
+        {**LIVE, "sharding": "zero3", "bucket_cap_mb": 5, "spares": 1},
+        {"recovery": "live", "gate": "primary"},
+        {**LIVE, "batch_size": "auto"},
         {**EXPERT_PARALLEL, "sharding": "none", "batch_size": 8, "bucket_cap_mb": 50},
         {
             **EXPERT_PARALLEL,

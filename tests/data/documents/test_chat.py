@@ -40,7 +40,7 @@ chats = st.lists(
 ).map(lambda turns: [message("user", "?"), *(message(role, text) for role, text in turns)])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(messages=chats)
 @example(messages=[message("user", "?"), message("assistant", "   <")])
 def test_trained_tokens_are_those_that_a_template_with_marks_says(

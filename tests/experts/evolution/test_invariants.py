@@ -139,7 +139,7 @@ def check_numbers(run: SimulatedRun, view: RunView, layer: LayerView, changes: l
         assert run.full[layer.layer] or established - removals >= SPARSE_TOP_K + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_sequence_of_measurements_breaks_a_limit(seed: int) -> None:
     run = SimulatedRun(random.Random(seed))

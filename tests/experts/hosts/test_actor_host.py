@@ -47,7 +47,7 @@ def test_a_host_puts_two_snapshots_and_waits_with_the_third(pool: IdlePool) -> N
     assert ray.get(third) == 3
     last = host.next_snapshot.remote()
     assert [step_of(header) for header, _, _ in (first, second, last)] == [1, 2, 3]
-    assert [int(ray.get(experts)[-1]) for _, experts, _ in (first, second, last)] == [1, 2, 3]
+    assert [int(ray.get(own)[-1]) for _, own, _ in (first, second, last)] == [1, 2, 3]
 
 
 def test_a_host_leaves_its_group_while_it_waits(pool: IdlePool) -> None:
@@ -125,10 +125,10 @@ def test_a_new_generation_begins_with_an_empty_mailbox(pool: IdlePool) -> None:
 
 def test_a_mailbox_replaces_nothing_that_was_not_fetched() -> None:
     outbox = Outbox()
-    outbox.put(1, b"experts", b"dense")
+    outbox.put(1, b"own", b"dense")
     with pytest.raises(RuntimeError, match="has not been fetched"):
         outbox.put(2, b"others", b"others")
-    assert outbox.fetch() == (1, b"experts", b"dense")
+    assert outbox.fetch() == (1, b"own", b"dense")
     outbox.put(2, b"others", b"others")
 
 
@@ -153,7 +153,7 @@ def test_old_backups_are_deleted(pool: IdlePool) -> None:
     for step in (10, 20, 30):
         ray.get(host.store_backup.remote((0, 1, step), data + step, data[:1] + step + 1, (0, step - 10)))
     newest = ray.get(host.load_backup.remote((0, 1, 30)))
-    assert [int(part[0]) for part in newest] == [30, 31], "the experts and the dense part"
+    assert [int(part[0]) for part in newest] == [30, 31], "the host's own part and the dense part"
     bytes_before, _ = host.load_backup.remote((0, 1, 20))
     assert int(ray.get(bytes_before)[0]) == 20, "kept until the next set is complete"
     with pytest.raises(RayTaskError):

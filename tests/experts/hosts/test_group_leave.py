@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from experts.hosts import group as group_module
 from experts.hosts.group import AsyncWork, Group
 from experts.hosts.membership import GroupLeft
 from harness.hosts.group_hosts import (
@@ -153,7 +156,7 @@ def test_a_killed_peer_is_noticed_without_leaving() -> None:
 def lose_peer_while_forming(rank: int, size: int, _: str, address: Address) -> list[float]:
     """Rank 1 dies between publishing its address and answering the others."""
     host = GroupHost(address, rank)
-    factory = host.join("first", rank, size, new_connection=True)
+    factory = host.join("first", rank, size)
     if rank == 1:
 
         def die() -> None:
@@ -187,6 +190,60 @@ def test_a_peer_may_die_while_the_group_forms() -> None:
         store.set("first/leave", "")
         first, _, third = ranks.results(60.0)
     assert first == third == [3.0] * 3
+
+
+def lose_arrived_peer(rank: int, size: int, _: str, address: Address) -> dict[str, Any]:
+    """Rank 1 dies between its arrival and the moment when it would publish its address."""
+    host = GroupHost(address, rank)
+    form = group_module._new_backend
+
+    def connect(*arguments: Any) -> Any:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        host.store.set("connects", "")
+        return form(*arguments)
+
+    pytest.MonkeyPatch().setattr(group_module, "_new_backend", connect)
+    gc.disable()
+    files_before = count_files()
+    factory = host.join("first", rank, size)
+    with pytest.raises(GroupLeft):
+        factory.form()
+    factory.close()
+    is_left = weakref.ref(factory)
+    del factory
+    return {
+        "threads": wait_until_at_most(count_forming_threads, 0),
+        "files": wait_until_at_most(count_files, files_before) - files_before,
+        "collected": is_left() is None,
+    }
+
+
+def count_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_futile_attempt_keeps_no_thread_and_no_file() -> None:
+    """Not for a minute, as it would wait for the address of a peer, nor until garbage is collected."""
+    with rendezvous() as (store, address), start_ranks(lose_arrived_peer, 2, address) as ranks:
+        ranks.expect_death(1)
+        ranks.processes[1].join(30.0)
+        wait_for_keys(store, "connects")
+        store.set("first/leave", "")
+        first, *_ = ranks.results(30.0)
+    assert first == {"threads": 0, "files": 0, "collected": True}
+
+
+def reduce_with_late_connections(rank: int, size: int, _: str, address: Address) -> list[float]:
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    group = GroupHost(address, rank).join("late", rank, size).form()
+    gc.collect()
+    return all_reduced(group)
+
+
+def test_gloo_may_connect_in_the_first_collective() -> None:
+    with rendezvous() as (_, address), start_ranks(reduce_with_late_connections, 2, address) as ranks:
+        assert ranks.results(30.0) == [[3.0, 3.0, 3.0]] * 2
 
 
 # --- peers that never arrive

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from experts.kernels import fused, slot_sort
-from experts.kernels.fp8_experts import experts_fp8
 from experts.kernels.fused_experts import experts_fused
 from experts.kernels.fused_gate import choose, gate_logits
 from experts.types import RowMap
@@ -48,17 +47,14 @@ def test_results_are_described_as_contiguous() -> None:
     matrices = [transposed(E, D, 2 * H, device="meta"), transposed(E, H, D, device="meta")]
     counts_L, token_R, row_TK = (torch.ones(n, dtype=torch.int64, device="meta") for n in (E, R, T * K))
     rows = [weights_R, counts_L, row_TK.view(T, K)]
-    y_TD, hidden = _ops.compute(x_TD, token_R, rows, matrices)
-    passed = (x_TD, hidden, rows, matrices, True)
+    y_TD, hidden = _ops.compute(x_TD, token_R, rows, matrices, False)
+    passed = (x_TD, None, hidden, rows, matrices, True)
     d_x_TD, d_weights_R, d_matrices = _ops.compute_backward(transposed(T, D, device="meta"), *passed)
-    passed = (x_TD, token_R, hidden, rows, matrices, True)
-    in_fp8 = _ops.compute_fp8_backward(transposed(T, D, device="meta"), *passed)
     slots_TK = transposed(T, K, device="meta").to(torch.int64)
     results = [
         *_ops.swiglu_backward(transposed(R, H, device="meta"), hidden_RH, weights_R),
         *_ops.sort_choices(slots_TK, E, slot_sort.EVERY),
         *(y_TD, d_x_TD, d_weights_R, *d_matrices),
-        *(_ops.compute_fp8(x_TD, token_R, rows, matrices)[0], *in_fp8[:2], *in_fp8[2]),
     ]
     assert [result.shape for result in d_matrices] == [matrix.shape for matrix in matrices]
     assert all(result.is_contiguous() for result in results)
@@ -68,7 +64,7 @@ def test_experts_without_gradients_have_none() -> None:
     x_TD = torch.ones(T, D, device="meta")
     rows = [torch.ones(R, device="meta")] * 3
     matrices = [torch.ones(E, D, 2 * H, device="meta"), torch.ones(E, H, D, device="meta")]
-    *_, d_matrices = _ops.compute_backward(x_TD, x_TD, x_TD, rows, matrices, False)
+    *_, d_matrices = _ops.compute_backward(x_TD, x_TD, None, x_TD, rows, matrices, False)
     assert d_matrices == []
 
 
@@ -81,13 +77,14 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(*shape, dtype=dtype, device="meta")
 
 
-def of_experts(compute: Callable[..., Tensor], x_TD: Tensor) -> Tensor:
-    return compute(x_TD, [(on_meta(E, D, 2 * H), on_meta(E, H, D))], on_meta(E), on_meta(R), ROW_MAP)
+def of_experts(in_fp8: bool, x_TD: Tensor) -> Tensor:
+    matrices = [(on_meta(E, D, 2 * H), on_meta(E, H, D))]
+    return experts_fused(x_TD, matrices, on_meta(E), on_meta(R), ROW_MAP, in_fp8)
 
 
 DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
-    "experts": partial(of_experts, experts_fused),
-    "experts in fp8": partial(of_experts, experts_fp8),
+    "experts": partial(of_experts, False),
+    "experts in fp8": partial(of_experts, True),
     "copies of rows": lambda x_TD: fused.gather_rows(x_TD, ROW_MAP.token_R, ROW_MAP.row_TK),
     "sums of rows": lambda x_TD: fused.sum_rows(x_TD, ROW_MAP.row_TK, ROW_MAP.token_R),
     "swiglu": lambda x_TD: fused.weighted_swiglu(x_TD, on_meta(T)),

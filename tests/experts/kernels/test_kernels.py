@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts.kernels import expert_tables, launching
-from experts.kernels.choice import choose_kernel, is_fused
 from experts.kernels.expert_tables import TiledClass
 from experts.kernels.grouped import (
     bounded_offsets,
     checked_offsets,
+    choose_kernel,
     experts_grouped,
     grouped_product,
     grouped_works,
+    is_fused,
 )
 from experts.kernels.loop import activate, experts_loop, row_counts
 from experts.kernels.row_products import RowTiles

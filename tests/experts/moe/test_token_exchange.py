@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from experts.moe.context import MoEContext, StepContext
-from experts.moe.token_exchange import TokenExchange, _chunk_slices
+from experts.moe.token_exchange import TokenExchange
+from experts.moe.token_parts import chunk_of_host, chunk_slices
 from experts.tokens.exchange import Meter, PendingRows
 from experts.tokens.transfer import Layout
 from experts.types import Routing
@@ -23,11 +24,24 @@ WIDTH = 6
 
 @pytest.mark.parametrize(("tokens", "num_chunks"), [(10, 1), (10, 3), (2, 5), (0, 4), (7, 7)])
 def test_chunks_cover_the_tokens_in_order(tokens: int, num_chunks: int) -> None:
-    slices = _chunk_slices(tokens, num_chunks)
+    slices = chunk_slices(tokens, num_chunks)
     assert len(slices) == num_chunks, "as many on every host"
     assert [token for part in slices for token in range(tokens)[part]] == list(range(tokens))
     sizes = [part.stop - part.start for part in slices]
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(("num_hosts", "num_chunks"), [(2, 2), (3, 2), (5, 3), (4, 4)])
+def test_chunks_of_hosts_have_as_many_hosts_on_each_and_begin_with_the_own_rows(
+    num_hosts: int, num_chunks: int
+) -> None:
+    hosts_T = torch.tensor([*range(num_hosts), -1])
+    of_rank = [chunk_of_host(hosts_T, rank, num_hosts, num_chunks).tolist() for rank in range(num_hosts)]
+    for rank, chunks in enumerate(of_rank):
+        assert chunks[rank] == 0
+        assert chunks[-1] == -1, "a dropped row is in no chunk"
+        assert set(chunks[:-1]) == set(range(num_chunks))
+        assert sorted(chunks) == sorted(of_rank[0])
 
 
 # --- rows
@@ -90,7 +104,7 @@ def unpack(packed: Tensor, layout: Layout, top_k: int) -> tuple[Tensor, Tensor, 
         return packed[:, begin : begin + columns * dtype.itemsize].contiguous().view(dtype)
 
     return (
-        section(layout.features, WIDTH, torch.float32),
+        section(0, WIDTH, torch.float32),
         section(layout.weights, top_k, torch.float32),
         section(layout.ids, top_k, torch.int32),
     )
@@ -111,7 +125,7 @@ def test_a_token_is_sent_once_to_each_host_of_its_experts(
     layout = Layout.of(x_TD, routing.weights_TK)
     assert len(exchange.sent) == num_chunks
     assert exchange.headers == [(0, len(host_E), layout.size, num_chunks)]
-    slices = _chunk_slices(tokens, num_chunks)
+    slices = chunk_slices(tokens, num_chunks)
     for number, (part, (packed, send_counts)) in enumerate(zip(slices, exchange.sent, strict=True)):
         chosen = {t: routing.experts_TK[t].tolist() for t in range(tokens)[part]}
         expected = [

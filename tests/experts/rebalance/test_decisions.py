@@ -115,7 +115,7 @@ def test_experts_move_to_hosts_that_have_none() -> None:
     assert sorted(expert.hosts for expert in placed.experts) == [(0,), (1,), (2,)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
 def test_moves_come_close_to_the_best_placement(seed: int) -> None:
     draw = random.Random(seed)
@@ -131,7 +131,7 @@ def test_moves_come_close_to_the_best_placement(seed: int) -> None:
     assert reached <= max(RULES.max_imbalance, 1.1 * best)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
 def test_with_copies_any_steady_load_is_balanced(seed: int) -> None:
     draw = random.Random(seed)
@@ -173,7 +173,7 @@ def cases(draw: st.DrawFn) -> Case:
     return layers, loads, cluster_of(*speeds, memory=memory), rules
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_every_decision_keeps_the_limits(
     case: Case,
@@ -195,7 +195,7 @@ def test_every_decision_keeps_the_limits(
     assert all(used <= host.memory for used, host in pairs)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_on_the_same_loads_nothing_is_sent_after_a_few_decisions(case: Case) -> None:
     layers, loads, cluster, rules = case
@@ -212,7 +212,7 @@ def test_on_the_same_loads_nothing_is_sent_after_a_few_decisions(case: Case) -> 
     assert sent[-1] == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_no_decision_makes_the_slowest_host_slower(
     case: Case,

@@ -97,6 +97,7 @@ def test_a_spent_budget_ends_it() -> None:
     assert improve([given], before, SearchLimits(AIM, max_copies=99), SearchBudget(0)) == before
 
 
+@pytest.mark.extended
 def test_two_decisions_balance_many_layers_whose_loads_alternate() -> None:
     """Each layer has its part of the budget, and the second decision goes on where the first ended."""
     num_hosts = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
 
 import experts.transformers
 from experts.balance import moe_layers
-from experts.model import place
+from experts.model import attach, place
+from experts.moe.context import MoEContext
+from experts.tokens.exchange import LocalExchange
 from experts.transformers.hosted import HostedExperts
 from experts.transformers.registration import restore, use
 from harness.lm.families import COMMON, FAMILIES, build, copied, next_token_loss, tokens
@@ -169,3 +172,28 @@ def test_the_passes_of_one_micro_batch_count_themselves() -> None:
     outputs = model(input_ids=tokens(3), output_router_logits=True)
     loss = experts.transformers.balance_loss(model, outputs.router_logits)
     torch.testing.assert_close(loss.float(), outputs.aux_loss.float())
+
+
+class TwoHosts(LocalExchange):
+    """Another host has as many rows, all of the first expert."""
+
+    size = 2
+
+    def all_to_all_counts(self, counts_NC: torch.Tensor, header: Sequence[int]) -> torch.Tensor:
+        del header
+        others = torch.zeros_like(counts_NC[0])
+        others[0] = counts_NC[0, :-1].sum()
+        others[-1] = counts_NC[0, -1]
+        return torch.stack([counts_NC[0], others])
+
+
+def test_a_micro_batch_that_is_computed_by_itself_counts_its_own_choices() -> None:
+    """With --reproducible the other hosts compute other micro-batches at the same time."""
+    model = use(build("Mixtral"))
+    outputs = model(input_ids=tokens(3), output_router_logits=True)
+    alone = experts.transformers.balance_loss(model, outputs.router_logits)
+    together, by_itself = MoEContext(TwoHosts()), MoEContext(TwoHosts(), by_choice=True)
+    attach(model, together)
+    assert experts.transformers.balance_loss(model, outputs.router_logits) != alone
+    attach(model, by_itself)
+    assert torch.equal(experts.transformers.balance_loss(model, outputs.router_logits), alone)

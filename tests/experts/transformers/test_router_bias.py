@@ -10,8 +10,8 @@ import torch
 
 from experts.balance import moe_layers
 from experts.moe.context import StepContext
+from experts.transformers.balance import has_router_biases, use_balance_bias
 from experts.transformers.registration import use
-from experts.transformers.router_bias import has_router_biases, use_balance_bias
 from harness.hosts.ranks import run_ranks
 from harness.lm.families import BIASED_FAMILIES, FAMILIES, build, tokens
 from harness.moe.bias_runs import (

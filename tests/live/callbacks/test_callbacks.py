@@ -16,6 +16,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import TaskFailed, UserError
 from orchestrator.live.callbacks.callback_values import CheckpointInfo, EvaluationInfo, StepInfo
 from orchestrator.live.callbacks.callbacks import Callback, CallbackRunner, Request, load_callbacks
+from orchestrator.record.events.decoding import to_json
 
 STEP = {
     "event": "step",
@@ -72,7 +73,7 @@ def runner_of(
     """Return a runner, and the events that it writes."""
     written: list[dict[str, Any]] = []
     runner = CallbackRunner(callbacks, raise_errors)
-    runner.bind(folder, Config(), lambda event, **fields: written.append({"event": event, **fields}))
+    runner.bind(folder, Config(), lambda event: written.append(to_json(event)))
     return runner, written
 
 

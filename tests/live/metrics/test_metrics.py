@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_placements import expert_event
 from harness.runs.records import made
-from orchestrator.live.metrics.exposition import exposition
-from orchestrator.live.metrics.metrics import METRICS
+from orchestrator.live.metrics.metrics import METRICS, exposition
 from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.record.live.state import RunState
 

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from harness.runs.records import made
 from harness.runs.screens import END, ESCAPE, EVALUATE, drawn_lines, piped, start, step, terminal
-from orchestrator.live.screen.screen import Screen, _BarState, _make_bar
+from orchestrator.live.screen.screen import Screen, _make_bar
+from orchestrator.record.live.state import RunState
 
 GPUS = {
     "event": "monitor",
@@ -181,7 +182,7 @@ def test_a_second_start_opens_a_new_bar_and_close_may_be_repeated() -> None:
 
 
 def test_the_bar_refreshes_at_most_eight_times_a_second() -> None:
-    bar = _make_bar(Console(file=io.StringIO(), force_terminal=True), _BarState(total=3))
+    bar = _make_bar(Console(file=io.StringIO(), force_terminal=True), RunState())
     assert bar.live.refresh_per_second <= 8
 
 

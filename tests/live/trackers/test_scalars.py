@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harness.runs.records import made
-from orchestrator.live.trackers.scalars import scalars
+from orchestrator.live.trackers.trackers import scalars
 
 
 def test_numbers_of_a_step_event() -> None:

@@ -92,6 +92,7 @@ KINDS: list[tuple[TrackerFactory, Reader]] = [
 ]
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize(("factory", "read"), KINDS, ids=lambda kind: kind.__name__)
 def test_trackers_keep_the_contract(
     factory: TrackerFactory, read: Reader, tmp_path: Path, elsewhere: Path, capfd: pytest.CaptureFixture[str]
@@ -129,6 +130,7 @@ def test_mlflow_uses_the_tracking_uri_of_the_user(
     assert len(mlflow.MlflowClient(uri).search_experiments(filter_string="name = 'expert-orchestrator'")) == 1
 
 
+@pytest.mark.extended
 def test_wandb_stores_neither_the_command_line_nor_git_data(
     tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

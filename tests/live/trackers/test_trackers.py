@@ -14,6 +14,7 @@ from harness.runs.records import made
 from orchestrator.errors import UserError
 from orchestrator.live.trackers.tracker_backends import Tracker, TrackerFactory
 from orchestrator.live.trackers.trackers import TrackerThread
+from orchestrator.record.events import kinds
 from orchestrator.record.files.event_log import EventLog
 
 
@@ -58,13 +59,13 @@ def test_a_tracker_gets_all_numbers_in_one_thread_of_its_own(tmp_path: Path) -> 
         warnings.append,
     )
     log = EventLog(tmp_path / "events.jsonl", [thread])
-    log.write("start", task="digits", step=0)
+    log.write(kinds.Start(task="digits", step=0))
     for number in range(1, 101):
-        log.write_all([{"event": "step", "time": float(number), "step": number, "loss": 1.0 / number}])
+        log.write(kinds.Step(time=float(number), step=number, loss=1.0 / number))
     thread.text("plan", "two workers")
     thread.close()
     thread.close()
-    log.write("step", step=101, loss=0.0)  # too late, and harmless
+    log.write(kinds.Step(step=101, loss=0.0))  # too late, and harmless
     for fake in built:
         assert (fake.name, fake.config, fake.closed) == ("run-1", CONFIG, 1)
         assert fake.points["train/loss"] == [(number, 1.0 / number) for number in range(1, 101)]
@@ -136,12 +137,12 @@ def test_warnings_are_delivered_in_the_callers_thread(tmp_path: Path) -> None:
 
     def on_warning(message: str) -> None:
         threads.add(threading.get_ident())
-        log.write("warning", kind="tracker", message=message)
+        log.write(kinds.Warned(kind="tracker", message=message))
 
     thread = TrackerThread({"bad": recording_factory([], Raising)}, tmp_path, "run-1", CONFIG, on_warning)
     log = EventLog(tmp_path / "events.jsonl", [thread])
     for number in range(1, 50):
-        log.write("step", step=number, loss=0.5)
+        log.write(kinds.Step(step=number, loss=0.5))
     thread.close()
     log.close()
     assert threads == {threading.get_ident()}

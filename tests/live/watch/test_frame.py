@@ -14,7 +14,7 @@ from harness.fakes.fake_events import START_TIME, FakeRun, run_events
 from harness.fakes.fake_placements import expert_event
 from harness.runs.records import decoded
 from orchestrator.live.watch.frame import Size, frame
-from orchestrator.live.watch.glyphs import bar, curve, plain
+from orchestrator.live.watch.lines import bar, curve, plain
 from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.record.live.state import RunState
 
@@ -70,6 +70,7 @@ def test_a_low_terminal_gets_fewer_rows() -> None:
     assert any("more hosts" in line for line in low)
 
 
+@pytest.mark.extended(but_first=4)
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("height", [20, 24, 30, 40, 60])
 def test_a_frame_fits_the_terminal_and_keeps_its_events(width: int, height: int) -> None:
@@ -129,7 +130,7 @@ def test_changes_of_experts_are_counted_and_listed() -> None:
     assert any("layer 0: expert 24 born from 3" in line for line in lines)
 
 
-@pytest.mark.extended(but_first=4)
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("value", [None, "x", -1, 2**70, float("nan"), [], {}, [[]], [{}], 1e308])
 def test_damaged_events_are_drawn_without_an_error(value: Any) -> None:
     events = run_events(HOSTED)

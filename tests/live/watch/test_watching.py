@@ -14,9 +14,11 @@ from rich.console import Console
 from harness.fakes.fake_events import START_TIME, FakeRun, run_events
 from harness.fakes.fake_run import write_events, write_run
 from harness.fakes.fake_sweep import write_sweep
+from harness.runs.records import decoded
 from orchestrator.errors import UserError
 from orchestrator.live.watch import watching
 from orchestrator.live.watch.watching import Watch, show_once, show_until_end
+from orchestrator.record.events import kinds
 from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.record.files.event_log import DriverLog, EventLog, encode_event
 from orchestrator.storage.folder import RemoteError, RemoteFolder
@@ -76,9 +78,9 @@ def test_events_of_driver_and_workers_are_one_list(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     events = run_events(FakeRun(ends="killed"))
     workers = EventLog(path)
-    workers.write_all(events)
+    workers.write(*decoded(events))
     DriverLog(path).write(
-        "failure", kind="worker", message="worker 1 was lost", rank=1, step=120, final=False
+        kinds.Failure(kind="worker", message="worker 1 was lost", rank=1, step=120, final=False)
     )
     assert "worker 1 was lost" in frame_of(tmp_path)
     assert "recovering" in frame_of(tmp_path).splitlines()[0]

@@ -92,10 +92,65 @@ def test_a_loss_in_chunks_costs_the_same_for_each_sample(tokens: int, device: st
     facts = model_facts(load_task(config), device, "fp32")
     hidden_bytes = tokens * 64 * 4
     logits_bytes = tokens * VOCABULARY * 4
+    per_sample = max(moment.per_sample for moment in facts.passes.saved)
     if tokens < 84:
-        assert facts.activation_bytes > logits_bytes
+        assert per_sample > logits_bytes
     else:
-        assert 10 * hidden_bytes < facts.activation_bytes < 100 * hidden_bytes < logits_bytes
+        assert 10 * hidden_bytes < per_sample < 100 * hidden_bytes < logits_bytes
     # Of the output layer; and of two blocks, which have 2 × 12 × 64² weights, and attention.
     output_flop = 2 * tokens * VOCABULARY * 64
     assert output_flop < facts.flops_per_sample < 1.2 * output_flop, "the forward pass alone"
+
+
+class Average(nn.Module):
+    """Keeps an average of its inputs, in a new tensor for each pass."""
+
+    mean: Tensor
+
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2), persistent=persistent)
+
+    def forward(self, x_B2: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x_B2.detach().mean(0)
+        return x_B2 - self.mean
+
+
+class Normed(Counting):
+    """A model with a further layer. A pass that reads a number cannot be traced, and is run."""
+
+    def __init__(self, layer: Callable[[], nn.Module], reads_a_number: bool) -> None:
+        super().__init__(
+            lambda out_B1: out_B1.sum() * (float(out_B1.sum().isfinite()) if reads_a_number else 1)
+        )
+        self.layer = layer
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(self.layer(), super().build_model())
+
+
+@pytest.mark.parametrize("reads_a_number", [False, True], ids=["traced", "run"])
+@pytest.mark.parametrize(
+    ("layer", "buffer"),
+    [
+        (lambda: nn.BatchNorm1d(2), "0.num_batches_tracked"),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), "0.parametrizations.weight.0._u"),
+        (Average, "0.mean"),
+        (lambda: Average(persistent=False), ""),
+        (lambda: nn.BatchNorm1d(2, track_running_stats=False), ""),
+        (lambda: nn.LayerNorm(2), ""),
+    ],
+)
+def test_a_buffer_that_a_pass_changes_is_found(
+    layer: Callable[[], nn.Module], buffer: str, reads_a_number: bool
+) -> None:
+    facts = model_facts(Normed(layer, reads_a_number), "cpu", "fp32")
+    assert facts.method.startswith("run" if reads_a_number else "traced")
+    assert facts.changed_buffer == buffer
+
+
+@pytest.mark.extended(but_first=1)
+@pytest.mark.parametrize("name", ["digits", "synthetic", "text"])
+def test_no_built_in_task_changes_a_buffer(name: str) -> None:
+    task = load_task(Config.of(task=name, experts=4, width=16))
+    assert model_facts(task, "cpu", "fp32").changed_buffer == ""

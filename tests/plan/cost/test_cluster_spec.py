@@ -77,7 +77,7 @@ def test_a_network_that_is_not_given_is_that_of_a_known_node(text: str, nics: in
 
 
 def test_every_known_node_has_a_known_gpu_and_a_source():
-    for name, node in catalogue().nodes.known.items():
+    for name, node in catalogue().nodes.items():
         spec = parse_cluster(f"nodes=2,node={name}")
         assert (spec.gpu, spec.gpus, spec.node, spec.network_assumed) == (node.gpu, node.gpus, name, False)
         assert node.source

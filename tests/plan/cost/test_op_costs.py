@@ -6,7 +6,7 @@ import pytest
 
 from harness.fakes.cost_machines import BANDWIDTH, FLOOR_S, FLOPS_PER_S, device
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
-from orchestrator.plan.cost.op_costs import attention_seconds, move_seconds, product_seconds
+from orchestrator.plan.cost.model import attention_seconds, move_seconds, product_seconds
 from orchestrator.plan.cost.ops import AttentionOp, MoveOp, ProductLayout, ProductOp
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from harness.fakes.cost_machines import OPS, machine
+from harness.fakes.inventories import model
 from orchestrator.plan.cost.ops import MicroBatchOps, ProductOp
 from orchestrator.plan.cost.scaling import (
     CHUNKS_FROM_TOKENS,
@@ -30,7 +31,7 @@ def test_a_table_of_four_thousand_devices_is_fast_and_loses_efficiency():
         return replace(OPS, samples=samples, products=(*OPS.products, local_experts), parameters=10**6)
 
     start = time.process_time()
-    rows = scaling_rows(ScalingJob(trace, 8, 512, 64, 128, False), machine(512, 8, 1e-5, 1e9))
+    rows = scaling_rows(ScalingJob(trace, 8, 512, 64, 128, False, model()), machine(512, 8, 1e-5, 1e9))
     assert time.process_time() - start < 5.0
     weak = [row for row in rows if row.kind == "weak" and row.strategy != "expert_parallel"]
     assert [row.devices for row in weak] == counts_up_to(4096)
@@ -54,7 +55,9 @@ def test_experts_are_divided_among_the_devices_of_expert_parallel_rows_alone(tok
         traced.append((samples, hosts, chunks, alone))
         return replace(OPS, samples=samples)
 
-    job = ScalingJob(trace, micro_batch=2, global_batch=8, experts=3, tokens_per_sample=tokens, tf32=False)
+    job = ScalingJob(
+        trace, micro_batch=2, global_batch=8, experts=3, tokens_per_sample=tokens, tf32=False, facts=model()
+    )
     rows = scaling_rows(job, machine(1, 4))
     assert [(row.kind, row.strategy, row.devices, row.micro_batch, row.micro_batches) for row in rows] == [
         ("weak", "single", 1, 2, 1),
@@ -73,7 +76,7 @@ def test_experts_are_divided_among_the_devices_of_expert_parallel_rows_alone(tok
 def test_experts_of_several_devices_are_loaded_unevenly():
     experts = ProductOp(10, 20, 30, batch=4, of_experts=True)
     job = ScalingJob(
-        lambda samples, *_: replace(OPS, samples=samples, products=(experts,)), 2, 8, 4, 1, False
+        lambda samples, *_: replace(OPS, samples=samples, products=(experts,)), 2, 8, 4, 1, False, model()
     )
     imbalance = {
         (row.strategy, row.devices): row.predicted.parts["imbalance"] / row.predicted.parts["compute"]
@@ -86,13 +89,13 @@ def test_experts_of_several_devices_are_loaded_unevenly():
 
 def test_micro_batches_of_strong_scaling_hold_the_global_batch():
     """100 samples are two micro-batches of 50, not one of 64."""
-    job = ScalingJob(lambda samples, *_: replace(OPS, samples=samples), 64, 100, 0, 1, False)
+    job = ScalingJob(lambda samples, *_: replace(OPS, samples=samples), 64, 100, 0, 1, False, model())
     rows = [row for row in scaling_rows(job, machine(1, 2)) if row.kind == "strong"]
     assert [(row.micro_batch, row.micro_batches) for row in rows] == [(50, 2), (50, 1)]
 
 
 def test_each_table_begins_with_one_device():
-    job = ScalingJob(lambda samples, *_: replace(OPS, samples=samples), 2, 8, 2, 1, False)
+    job = ScalingJob(lambda samples, *_: replace(OPS, samples=samples), 2, 8, 2, 1, False, model())
     tables = by_kind(scaling_rows(job, machine(1, 4)))
     assert {name: [row.devices for row in rows] for name, rows in tables.items()} == {
         ("weak", "data_parallel"): [1, 2, 4],

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from harness.fakes.fake_gpus import OTHER_PID, UUIDS, patch_nvml
+from orchestrator.plan.inventory.gpus import count_visible, gpu_processes, nvml_view
 from orchestrator.plan.inventory.hardware import num_visible
-from orchestrator.plan.inventory.nvml import count_visible, gpu_processes, nvml_view
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from harness.fakes.fake_evolution import EVOLVING, FINAL_IDS, evolving_events
 from harness.runs.records import decoded, made
 from orchestrator.record.events.kinds import JsonEvent as Event
-from orchestrator.record.experts.expert_graph import checked_graph, expert_graphs, graph_of_epochs
+from orchestrator.record.experts.expert_changes import checked_graph, expert_graphs, graph_of_epochs
 
 EXPERT = {"id": 4, "size": 64, "share": 0.25, "hosts": [0, 2], "age": 10, "parents": [1], "warming": True}
 

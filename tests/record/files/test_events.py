@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.runs.records import by_step
+from orchestrator.record.events import kinds
 from orchestrator.record.files import event_log, reading
 from orchestrator.record.files.event_log import DriverLog, EventLog, encode_event, truncate_torn_line
 from orchestrator.record.files.reading import driver_path, last_events, of_kind, read_events
@@ -26,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 def write_steps(path: Path, *steps: int) -> None:
     log = EventLog(path)
     for step in steps:
-        log.write("step", step=step, loss=1.0 / step)
+        log.write(kinds.Step(step=step, loss=1.0 / step))
     log.close()
 
 
@@ -40,7 +41,7 @@ def test_events_are_read_in_the_order_they_were_written(path: Path) -> None:
 
 def test_each_event_is_on_disk_before_the_log_is_closed(path: Path) -> None:
     log = EventLog(path)
-    log.write("start", total_steps=4)
+    log.write(kinds.Start(total_steps=4))
     assert [event["event"] for event in read_events(path)] == ["start"]
     log.close()
     log.close()  # idempotent
@@ -98,8 +99,8 @@ def test_last_events_reads_the_newest_lines_of_a_long_file(
 def test_by_step_takes_the_last_line_of_a_replayed_step(path: Path) -> None:
     log = EventLog(path)
     for step, loss in ((1, 0.9), (2, 0.8), (3, 0.7), (2, 0.82), (3, 0.72)):
-        log.write("step", step=step, loss=loss)
-        log.write("evaluate", step=step, loss=-loss)
+        log.write(kinds.Step(step=step, loss=loss))
+        log.write(kinds.Evaluation(step=step, loss=-loss))
     log.close()
     assert [(event["step"], event["loss"]) for event in by_step(read_events(path))] == [
         (1, 0.9),
@@ -121,7 +122,7 @@ def test_non_finite_numbers_become_text() -> None:
 
 def test_a_nan_survives_the_file(path: Path) -> None:
     log = EventLog(path)
-    log.write("step", step=1, loss=math.nan)
+    log.write(kinds.Step(step=1, loss=math.nan))
     log.close()
     assert math.isnan(float(read_events(path)[0]["loss"]))
 
@@ -130,8 +131,8 @@ def test_listeners_get_every_event_in_order(path: Path) -> None:
     first: list[Any] = []
     second: list[Any] = []
     log = EventLog(path, [first.append, second.append])
-    log.write("start", total_steps=2)
-    log.write_all([{"event": "step", "step": 1}, {"event": "step", "step": 2}])
+    log.write(kinds.Start(total_steps=2))
+    log.write(kinds.Step(step=1), kinds.Step(step=2))
     log.close()
     assert [event.EVENT for event in first] == ["start", "step", "step"]
     assert [event.step for event in first] == [None, 1, 2]
@@ -142,8 +143,8 @@ def test_listeners_are_called_after_the_write(path: Path) -> None:
     """An event that a listener shows is in the file, even if the listener then kills the process."""
     num_on_disk: list[int] = []
     log = EventLog(path, [lambda event: num_on_disk.append(len(read_events(path)))])
-    log.write("start")
-    log.write("end", status="completed")
+    log.write(kinds.Start())
+    log.write(kinds.End(status="completed"))
     log.close()
     assert num_on_disk == [1, 2]
 
@@ -160,7 +161,7 @@ def test_unknown_lines_are_skipped(path: Path, line: str) -> None:
 
 def test_unicode_line_separators_do_not_split_an_event(path: Path) -> None:
     log = EventLog(path)
-    log.write("warning", kind="x", message="one\u2028two\u0085three\r\nfour")
+    log.write(kinds.Warned(kind="x", message="one\u2028two\u0085three\r\nfour"))
     log.close()
     assert read_events(path)[0]["message"] == "one\u2028two\u0085three\r\nfour"
 
@@ -193,7 +194,7 @@ class Writers:
             number = len(self.written)
             self.written.append(number)
             log = self.driver if action == "driver" else self.workers
-            log.write("notice", number=number)
+            log.write(kinds.Notice(message=str(number)))
 
 
 @given(st.lists(st.sampled_from(["worker", "driver", "driver", "kill"]), max_size=30))
@@ -207,21 +208,21 @@ def test_events_of_two_writers_are_read_in_the_order_of_writing(actions: list[st
             is_torn = (is_torn and action == "driver") or action == "kill"
             writers.act(action)
         events = read_events(writers.path)
-        assert [event["number"] for event in events] == writers.written
-        assert all(set(event) == {"event", "time", "number"} for event in events)
+        assert [int(event["message"]) for event in events] == writers.written
+        assert all(set(event) == {"event", "time", "message"} for event in events)
 
 
 def test_the_order_does_not_follow_clocks(path: Path) -> None:
     """The machines of the driver and of the main worker may differ by minutes."""
-    EventLog(path).write_all([{"event": "step", "time": 9000.0, "step": 1}])
-    DriverLog(path).write_all([{"event": "failure", "time": 1.0, "step": 1}])
-    EventLog(path).write_all([{"event": "start", "time": 10_000.0, "step": 0}])
+    EventLog(path).write(kinds.Step(time=9000.0, step=1))
+    DriverLog(path).write(kinds.Failure(time=1.0, step=1))
+    EventLog(path).write(kinds.Start(time=10_000.0, step=0))
     assert [event["event"] for event in read_events(path)] == ["step", "failure", "start"]
 
 
 @pytest.mark.parametrize("position", ["null", '"many"', "1e300", "[]", "-5", "10000000000000000000000"])
 def test_a_damaged_position_costs_the_order_alone(path: Path, position: str) -> None:
-    EventLog(path).write("step", step=1)
+    EventLog(path).write(kinds.Step(step=1))
     line = f'{{"event": "failure", "worker_bytes": {position}}}\n'
     driver_path(path).write_text(line, encoding="utf-8")
     assert {event["event"] for event in read_events(path)} == {"step", "failure"}
@@ -249,10 +250,10 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_events_are_held_back_while_the_disk_is_full(path: Path, full_disk: list[int]) -> None:
     received: list[Any] = []
     log = EventLog(path, [received.append])
-    log.write("step", step=1)
+    log.write(kinds.Step(step=1))
     full_disk[0] = 20
     for step in range(2, 6):
-        log.write("step", step=step)
+        log.write(kinds.Step(step=step))
     assert [event["step"] for event in read_events(path)] == [1], "no torn line is left"
     assert [event.step for event in log.held] == [2, None, 3, 4, 5]
     warnings = [event.message for event in received if event.EVENT == "warning"]
@@ -260,7 +261,7 @@ def test_events_are_held_back_while_the_disk_is_full(path: Path, full_disk: list
     assert str(path) in warnings[0]
     assert "No space left on device" in warnings[0]
     full_disk[0] = 10**9
-    log.write("step", step=6)
+    log.write(kinds.Step(step=6))
     log.close()
     steps = [event["step"] for event in read_events(path) if event["event"] == "step"]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -276,8 +277,8 @@ def test_few_events_are_held_back_and_the_log_says_how_many_are_left_out(
     log = EventLog(path)
     full_disk[0] = 0
     for step in range(1, 101):
-        log.write("step", step=step)
-        log.write("evaluate", step=step) if step % 50 == 0 else None
+        log.write(kinds.Step(step=step))
+        log.write(kinds.Evaluation(step=step)) if step % 50 == 0 else None
         assert len(log.held) <= 21
     full_disk[0] = 10**9
     log.close()
@@ -291,8 +292,8 @@ def test_few_events_are_held_back_and_the_log_says_how_many_are_left_out(
 def test_a_log_on_a_full_disk_can_be_closed(path: Path, full_disk: list[int]) -> None:
     log = EventLog(path)
     full_disk[0] = 0
-    log.write("end", status="completed")
+    log.write(kinds.End(status="completed"))
     log.close()
     assert [event.EVENT for event in log.held] == ["end", "warning"]
     with pytest.raises(ValueError, match="closed"):
-        log.write("final")
+        log.write(kinds.Notice())

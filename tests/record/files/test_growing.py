@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.record.events import kinds
 from orchestrator.record.events.kinds import Event
 from orchestrator.record.files import tail
 from orchestrator.record.files.event_log import DriverLog, EventLog
-from orchestrator.record.files.growing import RemoteFile, new_events
-from orchestrator.record.files.tail import Follower
+from orchestrator.record.files.tail import Follower, RemoteFile, new_lines
 from orchestrator.storage.folder import RemoteFolder
 
 
@@ -56,8 +56,8 @@ def test_events_of_the_driver_keep_their_place_between_pieces(
     workers = EventLog(path)
     driver = DriverLog(path)
     for step in range(20):
-        workers.write("step", step=step)
-        driver.write("failure", step=step)
+        workers.write(kinds.Step(step=step))
+        driver.write(kinds.Failure(step=step))
     follower, received = followed(path)
     follower.poll()
     assert [event.step for event in received] == [step for step in range(20) for _ in range(2)]
@@ -88,10 +88,10 @@ def test_only_new_bytes_of_a_remote_file_are_fetched(
     monkeypatch.setattr(folder, "read_range", counted)
     file = RemoteFile(folder, "events.jsonl")
     folder.write("events.jsonl", line(1))
-    new_events(file)
+    new_lines(file)
     folder.write("events.jsonl", line(1) + line(2))
-    new_events(file)
-    new_events(file)
+    new_lines(file)
+    new_lines(file)
     size = len(line(1))
     assert ranges == [(0, size), (size, 2 * size)]
 
@@ -99,6 +99,6 @@ def test_only_new_bytes_of_a_remote_file_are_fetched(
 def test_a_shorter_remote_file_is_read_from_its_begin(folder: RemoteFolder) -> None:
     file = RemoteFile(folder, "events.jsonl")
     folder.write("events.jsonl", line(1) + line(2))
-    assert len(new_events(file)[0]) == 2
+    assert new_lines(file) == (0, line(1) + line(2), False)
     folder.write("events.jsonl", line(7))
-    assert [event["step"] for _, event in new_events(file)[0]] == [7]
+    assert new_lines(file) == (0, line(7), False)

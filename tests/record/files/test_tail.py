@@ -15,6 +15,7 @@ from rich.console import Console
 
 from harness.runs.records import decoded
 from orchestrator.live.screen.screen import Screen
+from orchestrator.record.events import kinds
 from orchestrator.record.events.kinds import Event, Step
 from orchestrator.record.files.event_log import DriverLog, EventLog
 from orchestrator.record.files.reading import extent_of, read_events, whole_line_bytes
@@ -83,7 +84,7 @@ def test_a_torn_line_that_the_next_writer_cuts_off_is_never_passed_on(path: Path
     follower.poll()
     log = EventLog(path)  # cuts
     assert follower.poll() == 0
-    log.write("start", step=0)
+    log.write(kinds.Start(step=0))
     log.close()
     follower.poll()
     assert [event.EVENT for event in received] == ["step", "start"]
@@ -95,7 +96,7 @@ def test_following_may_start_after_the_whole_lines_that_are_there(path: Path) ->
     follower = Follower(path, [received.append], extent_of(path))
     assert whole_line_bytes(path) == len(line(1) + line(2))
     log = EventLog(path)
-    log.write("step", step=3, note="longer than the torn line")
+    log.write(kinds.Step(step=3, metrics={"longer than the torn line": 1.0}))
     log.close()
     follower.poll()
     assert steps(received) == [3]
@@ -168,15 +169,16 @@ def test_a_run_is_finished_until_it_starts_again(path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
+from orchestrator.record.events import kinds
 from orchestrator.record.files.event_log import EventLog
 log = EventLog(Path(sys.argv[1]))
-log.write("start", total_steps=200, step=0, workers=2)
+log.write(kinds.Start(total_steps=200, step=0, workers=2))
 for step in range(1, 201):
-    log.write("step", step=step, epoch=0, loss=1.0 / step, samples=64, units=64, seconds=0.01)
+    log.write(kinds.Step(step=step, epoch=0, loss=1.0 / step, samples=64, units=64, seconds=0.01))
     if step == 120:
-        log.write("warning", kind="disk", message="slow")
+        log.write(kinds.Warned(kind="disk", message="slow"))
     time.sleep(0.001)
-log.write("end", status="completed", reason="", steps=200, seconds=2.0)
+log.write(kinds.End(status="completed", reason="", steps=200, seconds=2.0))
 """
 
 
@@ -208,12 +210,12 @@ def test_the_drivers_events_are_passed_on_where_they_belong(path: Path) -> None:
     received: list[Event] = []
     follower = Follower(path, [received.append])
     workers, driver = EventLog(path), DriverLog(path)
-    workers.write("step", step=1)
-    driver.write("failure", step=2)
-    workers.write("start", step=3)
-    driver.write("recovery", step=4)
+    workers.write(kinds.Step(step=1))
+    driver.write(kinds.Failure(step=2))
+    workers.write(kinds.Start(step=3))
+    driver.write(kinds.Recovery(step=4))
     assert follower.poll() == 4
-    workers.write("step", step=5)
+    workers.write(kinds.Step(step=5))
     assert follower.poll() == 1
     assert steps(received) == [1, 2, 3, 4, 5]
 
@@ -222,8 +224,8 @@ def test_an_event_of_the_driver_waits_for_the_lines_that_it_follows(path: Path) 
     """A network drive may show a line of the workers late; at the end nothing waits."""
     received: list[Event] = []
     workers, driver = EventLog(path), DriverLog(path)
-    workers.write("step", step=1)
-    driver.write("failure", step=2)
+    workers.write(kinds.Step(step=1))
+    driver.write(kinds.Failure(step=2))
     seen = path.read_bytes()
     path.write_bytes(b"")
     follower = Follower(path, [received.append])
@@ -231,19 +233,19 @@ def test_an_event_of_the_driver_waits_for_the_lines_that_it_follows(path: Path) 
     path.write_bytes(seen)
     assert follower.poll() == 2
     assert steps(received) == [1, 2]
-    driver.write("recovery", step=3)
+    driver.write(kinds.Recovery(step=3))
     os.truncate(path, 0)
     follower.close()
     assert steps(received) == [1, 2, 3]
 
 
 def test_following_a_resumed_run_skips_the_old_events_of_both_files(path: Path) -> None:
-    EventLog(path).write("step", step=1)
+    EventLog(path).write(kinds.Step(step=1))
     driver = DriverLog(path)
-    driver.write("failure", step=2)
+    driver.write(kinds.Failure(step=2))
     received: list[Event] = []
     follower = Follower(path, [received.append], extent_of(path))
-    driver.write("recovery", step=3)
+    driver.write(kinds.Recovery(step=3))
     follower.poll()
     assert steps(received) == [3]
 
@@ -251,10 +253,11 @@ def test_following_a_resumed_run_skips_the_old_events_of_both_files(path: Path) 
 WORKER = """
 import sys
 from pathlib import Path
+from orchestrator.record.events.kinds import Step
 from orchestrator.record.files.event_log import EventLog
 log = EventLog(Path(sys.argv[1]))
 for step in range(1, 2001):
-    log.write("step", step=step, text="x" * (step % 50))
+    log.write(Step(step=step, metrics={"x" * (step % 50): 1.0}))
 """
 
 
@@ -267,16 +270,16 @@ def test_two_writers_at_once_lose_nothing_and_keep_cause_before_effect(path: Pat
     with subprocess.Popen([sys.executable, "-c", WORKER, str(path)]) as writer:
         while writer.poll() is None or not read_events(path):
             seen = [event.step for event in received if isinstance(event, Step)]
-            driver.write("warning", step=max(seen, default=0), number=num_written)
+            driver.write(kinds.Warned(step=max(seen, default=0), message=str(num_written)))
             num_written += 1
             follower.poll()
     follower.close()
     lines = read_events(path)
     assert decoded(lines) == received
-    kinds = [line["event"] for line in lines]
+    names = [line["event"] for line in lines]
     assert [line["step"] for line in lines if line["event"] == "step"] == list(range(1, 2001))
-    assert [line["number"] for line in lines if line["event"] == "warning"] == list(range(num_written))
+    assert [int(line["message"]) for line in lines if line["event"] == "warning"] == list(range(num_written))
     for index, line in enumerate(lines):
         if line["event"] == "warning" and line["step"]:
-            assert kinds[:index].count("step") >= line["step"]
+            assert names[:index].count("step") >= line["step"]
     assert num_written > 1

@@ -8,7 +8,6 @@ from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_placements import expert_event
 from harness.runs.records import decoded, made
 from orchestrator.record.events.kinds import JsonEvent as Event
-from orchestrator.record.live import lasting_changes
 from orchestrator.record.live.state import RunState
 from orchestrator.record.summary.summary import summarise
 
@@ -38,22 +37,29 @@ def counts_of(events: list[Event]) -> dict[str, int]:
     state = RunState()
     for event in events:
         state(made(event))
-    return state.changes.counts()
+    return state.changes()
 
 
-def check_counts(name: str) -> None:
+@pytest.mark.parametrize("name", HISTORIES)
+def test_the_counts_are_those_of_the_summary(name: str) -> None:
     events = run_events(FakeRun(ends="killed", steps=1)) + HISTORIES[name]
     expected = summarise(decoded(events))["expert_changes"]
     assert expected
     assert counts_of(events) == expected
 
 
-@pytest.mark.parametrize("name", HISTORIES)
-def test_the_counts_are_those_of_the_summary(name: str) -> None:
-    check_counts(name)
+def test_no_change_of_many_is_forgotten() -> None:
+    births = [expert_event(step, "born", [step], experts=step) for step in range(10, 3010)]
+    assert counts_of([*run_events(FakeRun(ends="killed", steps=1)), *births]) == {"born": 3000}
 
 
-@pytest.mark.parametrize("name", ["all last", "one is undone"])
-def test_older_changes_are_counted_without_being_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lasting_changes, "MAX_RECENT", 1)
-    check_counts(name)
+def test_a_start_says_how_many_steps_are_done() -> None:
+    """The steps before it may be missing from the record."""
+    state = RunState()
+    first, *_ = run_events(FakeRun(ends="killed", steps=1))
+    step = {"event": "step", "time": 3.0, "loss": 0.5}
+    for event in (first, {**step, "step": 5}, {**first, "step": 9}):
+        state(made(event))
+    assert state.step == 9
+    state(made({**step, "step": 10}))
+    assert state.step == 10

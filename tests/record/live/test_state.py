@@ -11,15 +11,14 @@ from harness.fakes.fake_placements import expert_event
 from harness.runs.records import decoded
 from orchestrator.record.events.effective import effective_events
 from orchestrator.record.events.kinds import JsonEvent as Event
-from orchestrator.record.events.kinds import Load, Step
+from orchestrator.record.events.kinds import Load, Start, Step
 from orchestrator.record.events.sessions import by_step
 from orchestrator.record.experts.host_balance import even_ratios, imbalance, token_counts
 from orchestrator.record.experts.placements import placement_at, placement_spans
-from orchestrator.record.live.expert_use import RECENT_LOADS
-from orchestrator.record.live.loss_curve import MAX_POINTS, LossCurve
-from orchestrator.record.live.state import MAX_NOTABLE, SILENT_S, RunState
+from orchestrator.record.live.state import MAX_NOTABLE, RECENT_LOADS, SILENT_S, RunState
 from orchestrator.record.summary.speed import RECENT_STEPS, speed_of
 from orchestrator.record.summary.summary import summarise
+from orchestrator.record.summary.thinning import MAX_GROUPS, NUM_RECENT
 
 HOSTED = FakeRun(experts=7, layers=3, workers=3, hosted=True, speeds=(1.0, 0.6), recover_at=75)
 RUNS = {
@@ -110,7 +109,7 @@ def test_a_recovery_after_the_first_new_steps_keeps_them() -> None:
     trained = [number for number, event in enumerate(events) if event["event"] == "step"]
     repeated = [number for number in trained if events[number]["step"] == 65][-1]
     state = state_after([*events[: repeated + 1], recovery])
-    assert [event.step for event in state.steps] == list(range(21, 66))
+    assert [event.step for event in state.steps] == list(range(16, 66))
     assert state.counts["recoveries"] == 1
 
 
@@ -157,8 +156,8 @@ def test_a_state_does_not_grow_with_the_run() -> None:
     events = run_events(FakeRun(steps=5000, epochs=500, ends="killed"))
     state = state_after(events)
     assert len(state.steps) == RECENT_STEPS
-    assert len(state.notable) == MAX_NOTABLE
-    assert len(state.losses.means(10**6)) <= MAX_POINTS
+    assert len(state.notable()) == MAX_NOTABLE
+    assert len(state.loss_means(10**6)) <= MAX_GROUPS + NUM_RECENT + state.fold.thinned["step"].length
 
 
 @pytest.mark.parametrize("value", [None, "x", -1, 2**70, float("nan"), [], {}, True])
@@ -179,11 +178,12 @@ def test_damaged_events_do_no_harm(value: Any) -> None:
 
 
 def test_a_curve_keeps_its_shape_when_points_go() -> None:
-    curve = LossCurve()
-    for step in range(10 * MAX_POINTS):
-        curve.add(step, float(step))
-    means = curve.means(4)
-    quarter = 10 * MAX_POINTS / 4
-    assert means == pytest.approx([quarter * (part + 0.5) for part in range(4)], rel=0.02)
-    curve.cut(int(quarter))
-    assert max(curve.means(100)) <= quarter
+    state = RunState()
+    for step in range(1, 10 * MAX_GROUPS + 1):
+        state(Step(step=step, loss=float(step)))
+    means = state.loss_means(4)
+    quarter = 10 * MAX_GROUPS / 4
+    assert means == pytest.approx([quarter * (part + 0.5) for part in range(4)], rel=0.15)
+    state(Start(step=int(quarter)))
+    assert max(state.loss_means(100)) <= quarter
+    assert state.step == quarter

@@ -11,6 +11,9 @@ import pytest
 
 from harness.fakes.fake_nvml import fake_nvml
 from orchestrator.plan.inventory import cpu
+from orchestrator.record.events import kinds
+from orchestrator.record.events.kinds import HostSample
+from orchestrator.record.files.event_log import encode_event
 from orchestrator.record.machine.monitor import Monitor, Sample
 from orchestrator.record.machine.nvml import DeviceSample
 from orchestrator.types import GIB
@@ -126,8 +129,9 @@ def test_the_summary_has_mean_and_maximum() -> None:
 
 
 def test_the_fields_of_a_monitor_event() -> None:
-    fields = Monitor(gpus=FakeGpus(10)).event_fields()
-    assert set(fields) == {"host", "devices"}
+    sample = Monitor(gpus=FakeGpus(10)).newest()
+    event = kinds.Monitor(step=1, host=sample.host, devices=sample.devices)
+    fields = json.loads(encode_event(event))
     assert set(fields["host"]) == {"cpu_percent", "memory_used", "memory_total", "process_memory"}
     device = {
         "index",
@@ -142,18 +146,17 @@ def test_the_fields_of_a_monitor_event() -> None:
     }
     assert set(fields["devices"][0]) == device
     assert fields["devices"][0]["temperature"] is None
-    json.dumps(fields)
 
 
-def test_event_fields_take_a_sample_only_without_a_thread() -> None:
+def test_the_newest_readings_take_a_sample_only_without_a_thread() -> None:
     gpus = FakeGpus(10)
     monitor = Monitor(interval_s=60, gpus=gpus)
-    monitor.event_fields()
-    monitor.event_fields()
+    monitor.newest()
+    monitor.newest()
     assert gpus.readings == 2
     monitor.start()
     wait_for(lambda: gpus.readings == 3)
-    monitor.event_fields()
+    monitor.newest()
     assert gpus.readings == 3
     monitor.stop()
 
@@ -199,8 +202,9 @@ def test_an_error_of_the_sampler_is_reported_and_does_not_end_it() -> None:
     assert len([warning for warning in warnings if "driver went away" in warning]) == 1
 
 
-def test_an_error_in_event_fields_does_not_reach_the_training() -> None:
-    assert Monitor(gpus=BrokenGpus()).event_fields() == {"host": {}, "devices": []}
+def test_an_error_of_a_reading_does_not_reach_the_training() -> None:
+    sample = Monitor(gpus=BrokenGpus()).newest()
+    assert (sample.host, sample.devices) == (HostSample(), ())
 
 
 def test_an_error_of_the_warning_receiver_is_reported() -> None:

@@ -13,9 +13,8 @@ from harness.fakes.fake_run import write_events
 from harness.fakes.fake_sweep import write_sweep
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.report.comparison.compare import NOISE_UNKNOWN, compare
+from orchestrator.report.comparison.compare import NOISE_UNKNOWN, compare, loss_agreements
 from orchestrator.report.comparison.differences import environment_differences, setting_differences
-from orchestrator.report.comparison.losses import loss_agreements
 from orchestrator.report.comparison.runs import MAX_RUNS, read_runs
 from orchestrator.types import GIB
 from tests.report.comparison.helpers import runs_in, write_named

@@ -7,7 +7,8 @@ import pytest
 from harness.fakes.fake_placements import expert_event
 from harness.runs.records import made
 from orchestrator.record.events.kinds import JsonEvent as Event
-from orchestrator.report.draw.text import change_line, failure_text, recovery_text
+from orchestrator.report.draw import text
+from orchestrator.report.draw.text import change_line, event_text, event_tone, failure_text, recovery_text
 
 FAILURES: list[tuple[dict[str, Any], str]] = [
     ({"kind": "worker", "message": "host 1 was lost", "rank": 1, "step": 40}, "step 40: host 1 was lost"),
@@ -95,3 +96,19 @@ def test_change_line(event: Event, text: str) -> None:
     change = made(event)
     assert change is not None
     assert change_line(change) == text
+
+
+def test_every_event_that_is_shown_has_a_tone_and_a_line() -> None:
+    """With nothing but the fields that make an event, as in a damaged record."""
+    for kind in text._TEXTS:
+        given = {
+            "event": kind.EVENT,
+            "step": 3,
+            "status": "failed",
+            "change": "undone",
+            "layer": 0,
+            "ids": [1],
+        }
+        event = made(given)
+        assert event_tone(event) in ("", "good", "calm", "info", "warn", "bad")
+        assert "None" not in event_text(event)

@@ -11,7 +11,7 @@ import pytest
 from harness.fakes.fake_evolution import evolving_events
 from harness.runs.records import decoded
 from orchestrator.record.events.kinds import GraphExpert, GraphLayer
-from orchestrator.record.experts.expert_graph import expert_graphs
+from orchestrator.record.experts.expert_changes import expert_graphs
 from orchestrator.report.graph.layout import MAX_RADIUS, expert_places, spacing
 
 

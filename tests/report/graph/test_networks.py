@@ -6,9 +6,8 @@ import json
 
 from harness.fakes.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_events
 from harness.runs.records import decoded
-from orchestrator.record.experts.expert_changes import expert_changes
-from orchestrator.record.experts.expert_graph import expert_graphs
-from orchestrator.report.graph.networks import to_json, to_networkx
+from orchestrator.record.experts.expert_changes import expert_changes, expert_graphs
+from orchestrator.report.run.figures.graph_files import to_json, to_networkx
 
 EVENTS = evolving_events(EVOLVING_HOSTS)
 GRAPHS = expert_graphs(decoded(EVENTS))

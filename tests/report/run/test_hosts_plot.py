@@ -7,7 +7,7 @@ from harness.fakes.fake_evolution import EVOLVING_HOSTS, evolving_record
 from harness.fakes.fake_run import events_record, run_record
 from orchestrator.report.draw.marks import Group, Text, flat
 from orchestrator.report.run.hosts_plot import hosts_picture
-from orchestrator.report.run.plots import draw_all
+from orchestrator.report.run.page import draw_all
 from tests.report.run.helpers import check_labels
 
 RUNS = {
@@ -33,6 +33,7 @@ def texts(plot):
     return [mark.text for mark in flat(plot.marks) if isinstance(mark, Text)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", RUNS)
 def test_no_label_overlaps_another_or_leaves_the_picture(tmp_path, name):
     check_labels(hosts_picture(run_record(tmp_path, RUNS[name])))

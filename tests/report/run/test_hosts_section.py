@@ -127,6 +127,7 @@ MALFORMED = {
 }  # fmt: skip
 
 
+@pytest.mark.extended(but_first=6)
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_events_are_harmless(tmp_path, name):
     record = events_record(tmp_path, MALFORMED[name])

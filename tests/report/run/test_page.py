@@ -14,7 +14,7 @@ from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_evolution import evolving_record
 from harness.fakes.fake_run import events_record, run_record, write_events, write_run
 from orchestrator.errors import UserError
-from orchestrator.report.draw.theme import JS
+from orchestrator.report.draw.html import JS
 from orchestrator.report.run.figures.read import read_run_record
 from orchestrator.report.run.page import draw_report, page
 

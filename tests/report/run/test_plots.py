@@ -9,7 +9,7 @@ from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_evolution import evolving_record
 from harness.fakes.fake_run import events_record, run_record, write_run
 from orchestrator.report.draw.marks import Hatch
-from orchestrator.report.run.plots import draw_all, experts_picture, training_picture
+from orchestrator.report.run.page import draw_all, experts_picture, training_picture
 from tests.report.run.helpers import check_labels
 
 RUNS = {
@@ -27,6 +27,7 @@ def record_of(tmp_path, name):
     return run_record(tmp_path, RUNS[name])
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", RUNS)
 def test_no_label_overlaps_another(tmp_path, name):
     record = record_of(tmp_path, name)

@@ -17,7 +17,7 @@ from harness.fakes.fake_sweep import (
     write_record,
 )
 from orchestrator.record.files.ledger import SweepRecord, TrialRow
-from orchestrator.report.sweep.csv_files import scaling_csv, sweep_csv
+from orchestrator.report.sweep.frames import scaling_csv, sweep_csv
 
 
 def parse(text: str) -> list[dict[str, str]]:

@@ -104,7 +104,7 @@ def test_damaged_values_neither_stop_the_reader_nor_become_figures(tmp_path) -> 
     frame: Frame = read_sweep(tmp_path)
     assert frame.index.tolist() == [1, 2, 3, 4, 5]
     assert frame["samples_per_second"].isna().tolist() == [False, False, True, True, True]
-    assert frame.loc[5, "seconds"] == 1e308
+    assert frame.loc[5, "seconds"] == 0.0, "no trial took that long"
 
 
 def test_read_sweep_refuses_other_folders_in_words(tmp_path) -> None:

@@ -3,20 +3,40 @@
 import pytest
 
 from harness.fakes.fake_sweep import MIXED, NOTHING, ONE, SINGLE, FakeSweep, random_points, write_record
-from orchestrator.report.sweep.heatmap import explained_variance, heat_map, setting_effect, setting_levels
+from orchestrator.report.draw.marks import Color, Group, Path, Plot, Text, flat
+from orchestrator.report.sweep.heatmap import (
+    BEST,
+    BEST_SHARE,
+    explained_variance,
+    heat_map,
+    setting_effect,
+    setting_levels,
+)
 from orchestrator.types import GIB
+
+
+def cell_texts(plot: Plot) -> list[str]:
+    """Return the texts of the cells, row by row."""
+    return [mark.text for mark in flat(plot.marks) if isinstance(mark, Text)]
+
+
+def strongest(plot: Plot) -> list[str]:
+    """Return the trials of the cells of the strongest colour."""
+    cells = [mark for mark in plot.marks if isinstance(mark, Group)]
+    return [
+        cell.text
+        for cell in cells
+        if isinstance(cell.marks[0], Path) and cell.marks[0].fill == Color("c0", BEST_SHARE)
+    ]
 
 
 def test_the_map_is_over_the_two_settings_with_the_largest_effect(tmp_path) -> None:
     shown = heat_map(write_record(tmp_path, MIXED))
     assert shown is not None
-    assert {shown.x, shown.y} == {"batch_size", "precision"}
-    assert set(shown.others) == {"accumulation_steps", "workers"}
-    assert shown.columns == ("16", "64", "256")
-    assert [[cell.text for cell in line] for line in shown.cells] == [
-        ["1,546", "4,216", "OOM"],
-        ["4,190", "8,363", "11,164"],
-    ]
+    assert (shown.x_label, shown.y_label) == ("batch", "precision")
+    assert shown.unit == "best over accumulation, devices"
+    assert [text for _, text in shown.x_ticks] == ["16", "64", "256"]
+    assert cell_texts(shown) == ["1,546", "4,216", "OOM", "4,190", "8,363", "11,164"]
 
 
 def test_a_cell_has_its_best_trial_and_the_strongest_cell_the_best_of_all(tmp_path) -> None:
@@ -25,16 +45,20 @@ def test_a_cell_has_its_best_trial_and_the_strongest_cell_the_best_of_all(tmp_pa
     best = record.best()
     assert shown is not None
     assert best is not None
-    strongest = [cell for line in shown.cells for cell in line if cell.strength == 1]
-    assert [(cell.trial, cell.value) for cell in strongest] == [(best.trial, best.samples_per_second)]
+    assert strongest(shown) == [f"trial {best.trial}"]
+    frames = [mark for mark in flat(shown.marks) if isinstance(mark, Path) and mark.stroke == BEST]
+    assert len(frames) == 1
 
 
 def test_a_lower_loss_is_stronger(tmp_path) -> None:
     space = {"learning_rate": (1e-4, 2e-3, 1e-1), "workers": (1, 2)}
-    shown = heat_map(write_record(tmp_path, FakeSweep(objective="validation_loss", space=space)))
+    record = write_record(tmp_path, FakeSweep(objective="validation_loss", space=space))
+    shown = heat_map(record)
+    best = record.best()
     assert shown is not None
-    cells = {cell.value: cell.strength for line in shown.cells for cell in line if cell.value is not None}
-    assert cells[min(cells)] == max(cells.values())
+    assert best is not None
+    assert strongest(shown) == [f"trial {best.trial}"]
+    assert best.validation_loss == min(row.validation_loss or 9e9 for row in record.rows)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +73,7 @@ def test_a_lower_loss_is_stronger(tmp_path) -> None:
 def test_a_cell_without_a_result_says_why(tmp_path, sweep, text) -> None:
     shown = heat_map(write_record(tmp_path, sweep))
     assert shown is not None
-    assert shown.cells[0][1].text == text
+    assert cell_texts(shown)[1] == text
 
 
 def test_without_swept_settings_or_results_there_is_no_map(tmp_path) -> None:
@@ -60,7 +84,11 @@ def test_without_swept_settings_or_results_there_is_no_map(tmp_path) -> None:
 def test_one_setting_gives_a_single_row(tmp_path) -> None:
     shown = heat_map(write_record(tmp_path, SINGLE))
     assert shown is not None
-    assert (shown.y, len(shown.cells)) == ("", 1)
+    assert (shown.y_label, [text for _, text in shown.y_ticks]) == ("", [""])
+
+
+def test_two_hundred_trials_of_six_settings_have_a_map(tmp_path) -> None:
+    assert heat_map(write_record(tmp_path, points=random_points(200))) is not None
 
 
 def test_explained_variance_of_simple_groups() -> None:

@@ -19,7 +19,7 @@ from harness.fakes.fake_sweep import (
 )
 from orchestrator.cli.report import show_report
 from orchestrator.errors import UserError
-from orchestrator.report.draw.theme import JS
+from orchestrator.report.draw.html import JS
 from orchestrator.report.sweep.page import draw_sweep, sweep_page
 from tests.report.run.test_page import checked
 

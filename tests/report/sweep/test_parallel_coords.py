@@ -5,6 +5,8 @@ from itertools import pairwise
 import pytest
 
 from harness.fakes.fake_sweep import MIXED, ONE, random_points, write_record
+from orchestrator.report.draw.marks import Group, Path, Plot
+from orchestrator.report.sweep.heatmap import BEST
 from orchestrator.report.sweep.parallel_coords import MIN_DISTANCE, numeric_scale, parallel_plot, word_scale
 
 
@@ -38,26 +40,35 @@ def test_words_and_numbers_share_an_axis() -> None:
     assert len(set(scale.places)) == 5
 
 
+def curves(plot: Plot) -> list[Group]:
+    return [mark for mark in plot.marks if isinstance(mark, Group)]
+
+
 def test_lines_go_from_the_worst_to_the_best(tmp_path) -> None:
     record = write_record(tmp_path, MIXED)
     plot = parallel_plot(record)
     best = record.best()
     assert plot is not None
     assert best is not None
-    assert plot.lines[-1].row.trial == best.trial
-    assert plot.lines[-1].strength == 1
-    names = [scale.name for scale in plot.scales]
+    lines = curves(plot)
+    assert lines[-1].text.startswith(f"trial {best.trial}: ")
+    assert [mark.stroke for mark in lines[-1].marks if isinstance(mark, Path)] == [BEST]
+    names = [text for _, text in plot.x_ticks]
     assert names == ["precision", "batch", "accumulation", "devices", "samples/s"]
-    assert len(plot.lines) == sum(row.status == "completed" for row in record.rows)
-    same_value = [line.places[0] for line in plot.lines if line.row.point["precision"] == "fp32"]
-    assert len(set(same_value)) == len(same_value), "lines through one value are next to each other"
-    assert same_value == sorted(same_value), "the best is on top"
+    assert len(lines) == sum(row.status == "completed" for row in record.rows)
+    starts = [
+        line.marks[0].steps[0][1][0][1]
+        for line in lines
+        if "precision fp32" in line.text and isinstance(line.marks[0], Path)
+    ]
+    assert len(set(starts)) == len(starts), "lines through one value are next to each other"
+    assert starts == sorted(starts), "the best is on top"
 
 
 def test_two_hundred_trials_of_six_settings_have_seven_axes(tmp_path) -> None:
     plot = parallel_plot(write_record(tmp_path, points=random_points(200)))
     assert plot is not None
-    assert len(plot.scales) == 7
+    assert len(plot.x_ticks) == 7
 
 
 def test_without_swept_settings_there_is_no_plot(tmp_path) -> None:

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.fakes.fake_sweep import EXPERTS, HOSTILE, ONE, SWEEPS, random_points, write_record
-from orchestrator.report.sweep.drawings import heat_drawing
-from orchestrator.report.sweep.plots import draw_pictures
+from harness.fakes.fake_sweep import EXPERTS, HOSTILE, ONE, SWEEPS, write_record
+from orchestrator.report.sweep.page import draw_pictures
 from orchestrator.report.sweep.scaling_plots import scaling_plots
 
 FILES = {
@@ -41,10 +40,6 @@ def test_the_scaling_is_drawn_for_both_kinds(tmp_path) -> None:
     assert plots[1].scale is not None
     assert not plots[1].scale.y_is_log, "the efficiency"
     assert [text for _, text in plots[0].x_ticks] == ["1", "2", "4", "8"]
-
-
-def test_two_hundred_trials_of_six_settings_give_a_heat_map(tmp_path) -> None:
-    assert heat_drawing(write_record(tmp_path, points=random_points(200))) is not None
 
 
 def test_hostile_names_are_not_parsed_as_formulas(tmp_path) -> None:

@@ -73,7 +73,7 @@ def test_max_steps_limit_the_whole_run() -> None:
 
 
 def test_phase_shares_are_parts_of_the_step() -> None:
-    row = trial(1, 1, 100.0, phases={"forward": 0.3, "backward": 0.5, "data": "nan"}, step_seconds=1.0)
+    row = trial(1, 1, 100.0, phases={"forward": 0.3, "backward": 0.5}, step_seconds=1.0)
     assert phase_shares(row) == {"forward": 0.3, "backward": 0.5}, "the rest of the step belongs to no phase"
     assert phase_shares(replace(row, step_seconds=None)) == {
         "forward": pytest.approx(0.375),

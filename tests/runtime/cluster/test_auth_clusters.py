@@ -86,10 +86,12 @@ def listening_addresses(port: int) -> list[str]:
     return [address.ip for address in local if address and address.port == port]
 
 
-def test_a_cluster_that_requires_a_token_is_joined_with_it(locked: RayCluster) -> None:
+def test_a_cluster_that_requires_a_token_is_joined_with_it(shared_cluster: RayCluster) -> None:
     """Ray itself would present none for an address that is given. Afterwards the mode is as before."""
-    environment = {name: value for name, value in locked.environment.items() if name != "RAY_AUTH_MODE"}
-    result = join(locked.address, environment)
+    environment = {
+        name: value for name, value in shared_cluster.environment.items() if name != "RAY_AUTH_MODE"
+    }
+    result = join(shared_cluster.address, environment)
     assert result.stdout.split("\n")[:2] == ["joined token", "left None"], result.stdout + result.stderr
 
 

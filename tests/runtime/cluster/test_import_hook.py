@@ -116,6 +116,7 @@ def priorities(threads: str = "1") -> list[bool]:
     return [word == "True" for word in result.stdout.split()]
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 def test_beside_work_a_process_imports_at_the_lowest_priority_and_becomes_a_host_at_the_usual_one() -> None:
     assert priorities() == [False, True, True], "nobody is at work yet: the run waits for this process"

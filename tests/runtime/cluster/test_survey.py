@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import NodeDiedError
 
 from harness.fakes.inventories import gpu, machine
 from orchestrator.plan.inventory.hardware import Inventory
@@ -31,7 +32,10 @@ def survey(
     ray = SimpleNamespace(nodes=lambda: list(nodes), get_runtime_context=lambda: context)
     monkeypatch.setattr(module, "ray", ray)
     monkeypatch.setattr(module, "autoscaler_limits", dict)
-    monkeypatch.setattr(module, "_request_inventories", lambda _: asked or {})
+    known = asked or {}
+    monkeypatch.setattr(
+        module, "ask_nodes", lambda nodes, _: [(n, known[n["NodeID"]]) for n in nodes if n["NodeID"] in known]
+    )
     return module.survey(DRIVER, joined=True)
 
 
@@ -58,3 +62,21 @@ def test_where_there_are_gpus_their_nodes_count(monkeypatch: pytest.MonkeyPatch)
 def test_this_machine_alone_is_as_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     _, weakest = survey(monkeypatch, node("driver", 9, 20, cpu=8))
     assert weakest == DRIVER
+
+
+def test_a_node_that_is_lost_while_it_is_asked_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(call: str) -> bool:
+        if call == "lost":
+            raise NodeDiedError("the node was lost")
+        return True
+
+    task = SimpleNamespace(options=lambda scheduling_strategy: task, remote=lambda argument: next(calls))
+    calls = iter(["good", "lost", "good too"])
+    fake_ray = SimpleNamespace(
+        remote=lambda **_: lambda function: task,
+        wait=lambda calls, num_returns, timeout: (calls, []),
+        get=get,
+    )
+    monkeypatch.setattr(module, "ray", fake_ray)
+    nodes = [{"NodeID": f"{number:056x}"} for number in range(3)]
+    assert module.ask_nodes(nodes, len, "path") == [(nodes[0], True), (nodes[2], True)]

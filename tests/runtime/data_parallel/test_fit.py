@@ -42,9 +42,9 @@ def test_a_killed_worker_costs_some_steps_and_nothing_else(
     Its losses are those of an undisturbed process, and the cluster is left as it was."""
     monkeypatch.setitem(shared_cluster.environment, "WANDB_API_KEY", "not-for-the-record")
     run_dir = tmp_path / "run"
-    length = shlex.split("--max-steps 120 --epochs 100 --checkpoint-every 10")
+    length = shlex.split("--max-steps 80 --epochs 100 --checkpoint-every 10")
     process = start_run(shared_cluster, run_dir, *length, "--workers", "2")
-    wait_for_steps(process, run_dir, 40)
+    wait_for_steps(process, run_dir, 10)
     kill_worker(run_dir, 1)
     output = finish_run(process)
     expected = single_process_losses(tmp_path / "alone", *length)

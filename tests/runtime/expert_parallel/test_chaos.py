@@ -23,12 +23,12 @@ from harness.faults.run_checks import (
     leftovers_in_cluster,
     recoveries,
 )
-from harness.hosts.cluster import RayCluster, local_cluster
+from harness.hosts.cluster import local_cluster
 from harness.runs.cli_runs import read_summary
 from orchestrator.record.files.reading import of_kind, read_events
+from tests.runtime.expert_parallel.conftest import STEPS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
-STEPS = 90
 PHASES: tuple[Phase, ...] = (
     "data",
     "forward",
@@ -41,20 +41,6 @@ PHASES: tuple[Phase, ...] = (
 )
 
 
-@pytest.fixture(scope="module")
-def job(shared_cluster: RayCluster) -> Job:
-    return Job(STEPS, cluster=shared_cluster)
-
-
-@pytest.fixture(scope="module")
-def calm(job: Job, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """The undisturbed run. It needs no spare."""
-    run_dir = tmp_path_factory.mktemp("calm") / "run"
-    run = run_with_faults(replace(job, spares=0), run_dir, FaultSchedule())
-    assert run.problems(run, STEPS) == []
-    return run
-
-
 def run_unharmed(
     job: Job, calm: FinishedRun, folder: Path, schedule: FaultSchedule, num_fired: int | None = None
 ) -> FinishedRun:
@@ -65,8 +51,7 @@ def run_unharmed(
     return run
 
 
-@pytest.mark.extended(but_first=1)
-@pytest.mark.parametrize("num_kills", [2, 5])
+@pytest.mark.parametrize("num_kills", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_random_kills(job: Job, calm: FinishedRun, tmp_path: Path, num_kills: int) -> None:
     run = run_unharmed(job, calm, tmp_path, random_kills(5, num_kills, hosts=3, first=12, last=75))
     assert 1 <= len(recoveries(run.events)) <= num_kills
@@ -209,9 +194,9 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 @pytest.mark.parametrize("idle", [1, 2])
 def test_a_kill_of_a_host_without_experts(job: Job, tmp_path: Path, idle: int) -> None:
     busy = [rank for rank in range(3) if rank != idle]
-    host_of = [busy[expert % 2] for expert in range(6)]
+    host_of = [busy[expert % 2] for expert in range(5)]
     (tmp_path / "placement.json").write_text(json.dumps({"host_of": host_of}))
-    placed = replace(job, extra=("--placement", str(tmp_path / "placement.json")))
+    placed = replace(job, extra=(*job.extra, "--placement", str(tmp_path / "placement.json")))
     calm = run_with_faults(placed, tmp_path / "calm", FaultSchedule())
     run = run_unharmed(placed, calm, tmp_path, FaultSchedule().kill("idle", step=33))
     assert [fault.rank for fault in run.fired] == [idle]

@@ -60,6 +60,14 @@ def test_kills_in_each_phase_of_a_change(job: Job, calm: FinishedRun, tmp_path: 
 
 
 @pytest.mark.slow
+def test_kills_while_the_dense_part_is_sharded(job: Job, tmp_path: Path) -> None:
+    sharded = replace(job, extra=(*job.extra, "--sharding", "zero3"))
+    calm = run_with_faults(replace(sharded, spares=0), tmp_path / "calm", FaultSchedule())
+    run = run_unharmed(sharded, calm, tmp_path, kills(0))
+    assert [event["source"] for event in recoveries(run.events)] == ["memory"] * len(EVOLUTION_PHASES)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["after move", "gate", "undo"])
 def test_the_same_change_is_interrupted_on_every_host(
     job: Job, calm: FinishedRun, tmp_path: Path, phase: Phase

@@ -74,6 +74,7 @@ def test_hosts_have_the_priority_of_a_program_that_the_user_starts(make_pool: Ma
     assert os.getpriority(os.PRIO_PROCESS, pool._hosts[0].pid) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
+@pytest.mark.extended
 def test_standbys_on_gpus_rehearse_once_while_others_train(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_more_hosts_than_the_cluster_has_are_not_reserved(make_pool: MakePool) -
     assert pool.poll() == ((), ())
 
 
+@pytest.mark.extended
 def test_a_host_that_dies_while_it_starts_is_started_again(make_pool: MakePool) -> None:
     pool = make_pool(1, deaths=2)
     wait_until(lambda: pool.reserve(1.0))
@@ -135,6 +137,7 @@ def test_a_host_that_is_lost_whenever_it_joins_is_excluded(make_pool: MakePool) 
     assert pool.excluded == {1}
 
 
+@pytest.mark.extended
 def test_a_closed_pool_leaves_nothing_behind(make_pool: MakePool) -> None:
     pool = make_pool(2)
     wait_until(lambda: pool.reserve(1.0))

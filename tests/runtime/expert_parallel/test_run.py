@@ -6,14 +6,13 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
+from harness.faults.chaos_runs import FinishedRun
 from harness.hosts.cluster import RayCluster
-from harness.runs import counting_task
 from harness.runs.cli_runs import (
     complete_run,
     finish_run,
@@ -26,9 +25,9 @@ from harness.runs.cli_runs import (
     wait_for_steps,
 )
 from orchestrator.record.files.reading import of_kind, read_events
+from tests.runtime.expert_parallel.conftest import FIVE_EXPERTS, STEPS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
-FIVE_EXPERTS = shlex.split("--experts 5 --expert-hidden-size 32 64 64 128 256 --width 64 --layers 2")
 HOSTS = ["--parallel-strategy", "expert_parallel", "--workers"]
 FIFTY_STEPS = ["--max-steps", "50", "--global-batch-size", "96"]
 
@@ -39,24 +38,18 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return single_process_losses(tmp_path_factory.mktemp("alone") / "run", *FIVE_EXPERTS, *FIFTY_STEPS)
 
 
-def run_on_hosts(cluster: RayCluster, folder: Path, hosts: int) -> tuple[Path, str]:
-    """Train the digits with calls into Ray counted. Return the run folder and the output."""
-    shutil.copy(counting_task.__file__, folder / "counted.py")
-    flags = [*FIVE_EXPERTS, *FIFTY_STEPS, *HOSTS, str(hosts), "--task", "counted:CountingDigits"]
-    flags += ["--plots", "end"]
-    return folder / "run", complete_run(cluster, folder / "run", *flags)
-
-
 @pytest.fixture(scope="module")
-def on_three_hosts(shared_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return run_on_hosts(shared_cluster, tmp_path_factory.mktemp("three"), 3)
+def expected_of_calm(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process, with the settings of the run on three hosts."""
+    length = shlex.split(f"--max-steps {STEPS} --epochs 9 --global-batch-size 96 --warmup-steps 0")
+    folder = tmp_path_factory.mktemp("alone")
+    return single_process_losses(folder / "run", *FIVE_EXPERTS, *length, "--deterministic")
 
 
 def test_five_experts_of_four_sizes_train_as_in_one_process(
-    shared_cluster: RayCluster, on_three_hosts: tuple[Path, str], expected: list[float]
+    shared_cluster: RayCluster, calm: FinishedRun, expected_of_calm: list[float]
 ) -> None:
-    run_dir, output = on_three_hosts
-    check_run(run_dir, output, expected, 3)
+    check_run(calm.run_dir, calm.output, expected_of_calm, 3)
     assert living_actors(shared_cluster) == []
 
 
@@ -65,8 +58,9 @@ def test_five_experts_of_four_sizes_train_as_in_one_process(
 def test_fewer_hosts_train_as_one_process(
     shared_cluster: RayCluster, tmp_path: Path, expected: list[float], hosts: int
 ) -> None:
-    run_dir, output = run_on_hosts(shared_cluster, tmp_path, hosts)
-    check_run(run_dir, output, expected, hosts)
+    run_dir = tmp_path / "run"
+    flags = [*FIVE_EXPERTS, *FIFTY_STEPS, *HOSTS, str(hosts), "--plots", "end"]
+    check_run(run_dir, complete_run(shared_cluster, run_dir, *flags), expected, hosts)
     assert living_actors(shared_cluster) == []
 
 
@@ -104,16 +98,15 @@ def test_the_gate_on_the_main_host(shared_cluster: RayCluster, tmp_path: Path, e
     assert losses(run_dir) == pytest.approx(expected, rel=1e-5)
 
 
-def test_no_ray_call_is_made_inside_a_step(on_three_hosts: tuple[Path, str]) -> None:
+def test_no_ray_call_is_made_inside_a_step(calm: FinishedRun) -> None:
     """Each host counts its calls into Ray from the first loss on.
 
-    Between segments the driver calls the host, not the host the driver: over 50 steps and their
-    evaluation a host makes no call to Ray, and neither puts objects into its store nor gets any."""
-    run_dir, _ = on_three_hosts
-    counts = [json.loads(path.read_text()) for path in sorted(run_dir.glob("calls-*.json"))]
+    Between segments the driver calls the host, not the host the driver: over all steps, their snapshots and
+    their evaluation a host makes no call to Ray, and neither puts objects into its store nor gets any."""
+    counts = [json.loads(path.read_text()) for path in sorted(calm.run_dir.glob("calls-*.json"))]
     assert len(counts) == 3
     for of_host in counts:
-        assert of_host["losses"] >= 50
+        assert of_host["losses"] >= STEPS
         assert of_host["calls"] == {}
 
 

@@ -10,8 +10,7 @@ from ray.exceptions import RayActorError
 from harness.fakes.fake_hosts import FakeRun, MakeRun, fake_runs
 from orchestrator.errors import UserError
 from orchestrator.runtime.expert_parallel.host_worker import Segment, SegmentResult
-from orchestrator.runtime.expert_parallel.segments import MAX_GRANTED
-from orchestrator.runtime.expert_parallel.snapshot_interval import SnapshotCost
+from orchestrator.runtime.expert_parallel.segments import MAX_GRANTED, SnapshotCost
 from orchestrator.runtime.expert_parallel.states import (
     Closing,
     Joining,

@@ -9,6 +9,7 @@ from ray.exceptions import RayActorError
 
 from harness.fakes.fake_hosts import MakeRun, fake_runs
 from orchestrator.errors import UserError
+from orchestrator.record.events import kinds
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.runtime.expert_parallel.host_worker import SegmentResult
 from orchestrator.runtime.expert_parallel.states import (
@@ -66,7 +67,7 @@ def test_hosts_that_do_not_start_in_time_end_the_run(make_run: MakeRun) -> None:
     run.clock.now += 301.0
     run.poll()
     assert isinstance(run.state, Ended)
-    assert "3 CPUs for the expert hosts were not available within 300 s" in str(run.state.given_up)
+    assert "3 CPUs for the hosts were not available within 300 s" in str(run.state.given_up)
 
 
 def test_a_users_mistake_in_the_start_is_raised_as_it_is(make_run: MakeRun) -> None:
@@ -230,11 +231,16 @@ def test_the_loss_of_all_hosts_is_waited_out_as_long_as_resources_may_take(make_
     assert "no host is left" in str(run.state.given_up)
 
 
-@pytest.mark.parametrize(("deterministic", "state"), [(False, Joining), (True, WaitingForHosts)])
+@pytest.mark.parametrize(
+    ("settings", "state"),
+    [({}, Joining), ({"deterministic": True}, WaitingForHosts), ({"reproducible": True}, Joining)],
+    ids=["rounded", "deterministic", "reproducible"],
+)
 def test_a_deterministic_run_waits_for_a_late_host(
-    make_run: MakeRun, deterministic: bool, state: type
+    make_run: MakeRun, settings: dict[str, bool], state: type
 ) -> None:
-    run = make_run(deterministic=deterministic)
+    """A reproducible one has the same bits on fewer hosts, and goes on."""
+    run = make_run(**settings)
     run.begin_first_segment()
     run.pool.late = {1}
     run.finish("run_segment", RayActorError(), 1)
@@ -268,9 +274,9 @@ def test_the_newest_checkpoint_is_the_one_on_disk(make_run: MakeRun) -> None:
     """An event about a checkpoint proves nothing: it may be gone."""
     run = make_run()
     log = EventLog(run.run_dir / "events.jsonl")
-    log.write("checkpoint", step=500, path="checkpoints/step_00000500")
-    log.write("checkpoint", step=100, path="checkpoints/step_00000100")
-    log.write("checkpoint", path="checkpoints/step_00000100")
+    log.write(kinds.Checkpoint(step=500, path="checkpoints/step_00000500"))
+    log.write(kinds.Checkpoint(step=100, path="checkpoints/step_00000100"))
+    log.write(kinds.Checkpoint(path="checkpoints/step_00000100"))
     (run.run_dir / "checkpoints" / "step_00000100").mkdir(parents=True)
     assert run.run._checkpoint_step() == 100
 

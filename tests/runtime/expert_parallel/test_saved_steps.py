@@ -10,8 +10,8 @@ import pytest
 
 from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
 from orchestrator.runtime.folder_server import DriverEnd
+from orchestrator.storage import folder as storage_folder
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.remote import retry
 
 
 def saved_steps(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> list[int]:
@@ -29,15 +29,15 @@ def saved_steps(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> list[int]
         return files(self)
 
     monkeypatch.setattr(RemoteFolder, "files", fail)
-    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(storage_folder, "_FIRST_WAIT_SECONDS", 0.001)
     run: Any = SimpleNamespace(_assignment=SimpleNamespace(link=DriverEnd(folder.url, None)))
     return ExpertParallelRun._saved_steps(run)
 
 
-@pytest.mark.parametrize("num_failures", [0, 1, retry.TRIES - 1])
+@pytest.mark.parametrize("num_failures", [0, 1, storage_folder.TRIES - 1])
 def test_a_listing_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
     assert saved_steps(monkeypatch, num_failures) == [40]
 
 
 def test_a_storage_that_stays_down_has_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert saved_steps(monkeypatch, retry.TRIES) == []
+    assert saved_steps(monkeypatch, storage_folder.TRIES) == []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.runtime.expert_parallel.snapshot_interval import (
+from orchestrator.runtime.expert_parallel.segments import (
     SnapshotCost,
     SnapshotInterval,
     choose_interval,

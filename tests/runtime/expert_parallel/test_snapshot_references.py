@@ -10,7 +10,7 @@ from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotRef
 def snapshots_of(size: int, generation: int) -> list[SnapshotReferences]:
     return [
         SnapshotReferences(
-            SimpleNamespace(rank=rank, size=size, generation=generation), f"experts {rank}", f"dense {rank}"
+            SimpleNamespace(rank=rank, size=size, generation=generation), f"own {rank}", f"dense {rank}"
         )
         for rank in range(size)
     ]
@@ -19,7 +19,7 @@ def snapshots_of(size: int, generation: int) -> list[SnapshotReferences]:
 def test_a_host_gets_its_own_experts_and_the_dense_part() -> None:
     snapshots = snapshots_of(3, generation=4)
     main, own = references_for(snapshots, rank=2, size=3, generation=5)
-    assert (main.dense, main.experts) == ("dense 0", None)
+    assert (main.dense, main.own) == ("dense 0", None)
     assert own == snapshots[2]
     assert references_for(snapshots, rank=0, size=3, generation=5) == (snapshots[0],)
 

@@ -49,11 +49,11 @@ def contents(references: tuple[SnapshotReferences, ...]) -> list[tuple[int, int]
     found: list[tuple[int, int]] = []
     for reference in references:
         rank = reference.header.rank
-        experts: Any = ray.get(reference.experts)
+        own: Any = ray.get(reference.own)
         dense: Any = ray.get(reference.dense)
-        assert (experts.size, dense.size) == (SNAPSHOT_BYTES, 0 if rank else SNAPSHOT_BYTES)
-        assert len({*experts.tolist(), *dense.tolist()}) == 1
-        found.append((rank, int(experts[0])))
+        assert (own.size, dense.size) == (SNAPSHOT_BYTES, 0 if rank else SNAPSHOT_BYTES)
+        assert len({*own.tolist(), *dense.tolist()}) == 1
+        found.append((rank, int(own[0])))
     return found
 
 

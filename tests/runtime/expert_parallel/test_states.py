@@ -232,12 +232,6 @@ def test_without_a_host_to_wait_for_the_others_go_on() -> None:
     assert "2 of 3 hosts" in commands[1].reason
 
 
-def test_without_time_to_wait_the_others_go_on() -> None:
-    event = replace(stopped(lost=(1,), starting=(1,)), may_wait=False)
-    joining, _ = next_state(LEAVING, event, LIMITS)
-    assert joining == Joining(5, (0, 2), TWICE)
-
-
 def test_hosts_that_only_lost_contact_join_again() -> None:
     no_contact = Failure("communication", "lost contact")
     joining, commands = next_state(LEAVING, stopped(no_contact, no_contact), LIMITS)

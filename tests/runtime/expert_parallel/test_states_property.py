@@ -117,8 +117,8 @@ class AnyRun(RuleBasedStateMachine):
         self.handle(FailureSeen())
 
     @precondition(lambda self: isinstance(self.state, Leaving))
-    @rule(data=st.data(), step=st.integers(0, 3), may_wait=st.booleans())
-    def group_stopped(self, data: st.DataObject, step: int, may_wait: bool) -> None:
+    @rule(data=st.data(), step=st.integers(0, 3))
+    def group_stopped(self, data: st.DataObject, step: int) -> None:
         assert isinstance(self.state, Leaving)
         members = self.state.members
         lost = frozenset(data.draw(st.lists(st.sampled_from(members), unique=True)))
@@ -131,7 +131,7 @@ class AnyRun(RuleBasedStateMachine):
         failure = Failure(kind, "something", micro_batch=micro_batch)
         losses = [Failure("worker", "lost", host) for host in lost]
         hosts = HostStatus(members, lost, ready, starting)
-        self.handle(GroupStopped((failure, *losses), hosts, step, may_wait))
+        self.handle(GroupStopped((failure, *losses), hosts, step))
 
     @precondition(lambda self: isinstance(self.state, Running) and self.num_generations > 2)
     @rule()

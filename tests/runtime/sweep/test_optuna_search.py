@@ -84,6 +84,7 @@ def test_concurrent_trials_get_different_points() -> None:
     assert sorted(map(point_key, points)) == sorted(map(point_key, H200_SPACE.grid()))
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("sign", [1, -1], ids=["throughput", "loss"])
 def test_failed_trials_and_negative_scores_are_learnt_from(sign: int) -> None:
     space = parse_space(["width=8,16,32,64,128,256", "precision=fp32,bf16"])

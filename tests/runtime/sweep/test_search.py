@@ -8,10 +8,18 @@ from typing import Any
 
 from ray.tune.search import Searcher
 
+from orchestrator.config.settings import Config
 from orchestrator.config.sweep.space import Point
 from orchestrator.config.sweep.space_parser import parse_space
 from orchestrator.record.files.ledger import TrialRow
-from orchestrator.runtime.sweep.search import FixedPoints, PointSource, TrialRules, TrialSearcher
+from orchestrator.runtime.sweep.search import (
+    FixedPoints,
+    PointSource,
+    TrialRules,
+    TrialSearcher,
+    planned_point,
+)
+from orchestrator.trainer import Trainer
 
 MAX_WORKERS = 8
 
@@ -87,3 +95,24 @@ def test_a_source_that_repeats_itself_learns_the_known_score_and_ends_the_search
     source = Stubborn()
     assert len(run_all(make_searcher(source), lambda point: 7.0)) == 1
     assert set(source.scores) == {7.0}
+
+
+def test_a_search_begins_next_to_the_plan() -> None:
+    config = Config.of(batch_size=48)
+    plan = Trainer(config=config).prepare().plan
+    space = parse_space(
+        [
+            "batch-size=16,64",
+            "precision=bf16,fp32",
+            "learning-rate=1e-3..1e-2",
+            "accumulation-steps=1..8",
+            "compile=on,off",
+        ]
+    )
+    assert planned_point(space, config, plan) == {
+        "batch_size": 64,
+        "precision": "fp32",
+        "learning_rate": 3e-3,
+        "accumulation_steps": 1,
+        "compile": "off",
+    }

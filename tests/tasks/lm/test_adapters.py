@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experts.moe.bank import ExpertBank
-from experts.transformers.files.fingerprint import fingerprint
+from experts.transformers.files.shards import fingerprint
 from experts.transformers.lora.adapters import LoraOptions
 from harness.lm.language_models import FilledLanguageModel, lm_config
 from harness.runs.steppers import make_stepper, mean_loss, run_steps
@@ -71,7 +71,7 @@ def test_the_plan_knows_that_few_weights_are_trained(config: Config) -> None:
     adapters = [p for bank in banks for p in bank.parameters() if p.requires_grad]
     assert 0 < facts.trained_experts == sum(p.numel() for p in adapters) < facts.trainable
     whole = trace_micro_batch(LanguageModel(config), 2, TraceOptions(precision="bf16"))
-    assert whole.weight_bytes == facts.weight_bytes * facts.parameters
+    assert 4 * whole.trained + whole.frozen_bytes == facts.weight_bytes * facts.parameters
 
 
 def test_alpha_is_twice_the_rank_unless_it_is_given() -> None:

@@ -61,6 +61,7 @@ def logits(folder: Path) -> Tensor:
     return model(input_ids=torch.arange(20).reshape(2, 10)).logits
 
 
+@pytest.mark.extended
 def test_resume_evaluate_and_export_need_no_files_of_the_model(tmp_path: Path) -> None:
     config = lm_config(tmp_path)
     whole = train(config, tmp_path / "whole", STEPS)

@@ -17,7 +17,7 @@ def test_one_process_has_the_gradients_of_whole_logits(name: str) -> None:
     assert_equal(*train_both(Case(name), World.single_process()))
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["Qwen3-MoE", "Granite-MoE", "GPT-OSS"])
 def test_adapters_and_recomputed_blocks_have_the_gradients_of_whole_logits(name: str) -> None:
     assert_equal(*train_both(Case(name, lora=True), World.single_process()))

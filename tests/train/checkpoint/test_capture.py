@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.hosts.save_hosts import CPU, make_state
 from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.saved_experts import EvolutionState
 from orchestrator.train.checkpoint.capture import StateTensor, _assign_writers, capture, host_share
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.group.world import World
@@ -48,3 +51,13 @@ def test_a_copy_does_not_follow_the_state() -> None:
     with torch.no_grad():
         parameter.zero_()
     assert torch.equal(part.tensors["model"][name], before)
+
+
+def test_the_memory_of_evolution_is_part_of_the_state() -> None:
+    memory = EvolutionState(policy={"streak": 3}, losses=[0.5, 0.4], window_count=2.0, balance_step=7)
+    state = replace(make_state(), evolution=memory)
+    saved = capture(state, Progress(), World.single_process(), PinnedBuffers(CPU, 1)).part.state
+    assert saved is not None
+    restored = EvolutionState()
+    restored.restore(saved["evolution"])
+    assert restored == memory

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.faults.planted_faults import by_expert, step_batches
 from harness.hosts.ranks import run_ranks
 from harness.lm.family_runs import CPU, GLOBAL_BATCH, placement
-from harness.lm.lora_runs import LoraTask
+from harness.lm.lora_runs import LoraTask, PackedOptions
+from harness.runs.host_runs import by_expert, step_batches
 from harness.runs.steppers import make_stepper, mean_loss
 from harness.storage.snapshots import CopyingSink, HostSnapshot, merge_all
 from orchestrator.checkpoint.files import Contents
@@ -107,6 +107,50 @@ def test_one_process_continues_from_the_snapshots_of_three_hosts() -> None:
     restored = trained_weights(state.model)
     assert restored.keys() == expected.keys()
     assert all(torch.equal(restored[name], tensor) for name, tensor in expected.items())
+
+
+class PackedTask(LoraTask):
+    """Adapters beside packed weights that no file has, as with --from-scratch."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, options=PackedOptions(rank=3, alpha=5.0))
+
+
+def packed_state(world: World) -> tuple[TrainState, Stepper, Iterator[Any]]:
+    host_of = placement(NAME, world.size)
+    stepper, feed = make_stepper(PackedTask(NAME), 2, GLOBAL_BATCH, 1e-3, world=world, host_of=host_of)
+    state = TrainState(stepper.strategy.model, stepper.optimizer.inner, Precision("fp32", CPU))
+    return state, stepper, iter(step_batches(feed, 4))
+
+
+def packed_snapshot(rank: int, size: int, store: str) -> HostSnapshot:
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
+        state, stepper, batches = packed_state(world)
+        stepper.run(next(batches), 0)
+        sink = CopyingSink()
+        Snapshots(state, world, SnapshotTarget(sink, PinnedBuffers(CPU), 0)).take(Progress(step=1))
+        return sink.snapshots[-1]
+
+
+@pytest.mark.extended
+def test_packed_weights_that_no_file_has_are_in_snapshots_and_restored_to_the_byte() -> None:
+    contents = merge_all(run_ranks(packed_snapshot, 3))
+    model = PackedTask(NAME).build_model()
+    expected = by_expert(model, dict(model.named_parameters()))
+    packed = {name: tensor for name, tensor in expected.items() if tensor.dtype == torch.uint8}
+    assert len(packed) > 16
+    state, stepper, batches = packed_state(World.single_process())
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.zero_()
+    restore(contents, state)
+    restored = by_expert(state.model, dict(state.model.named_parameters()))
+    assert all(torch.equal(restored[name], tensor) for name, tensor in packed.items())
+    _, undisturbed, all_batches = packed_state(World.single_process())
+    expected_losses = [mean_loss(undisturbed.run(batch, step)) for step, batch in enumerate(all_batches)]
+    next(batches)
+    losses = [mean_loss(stepper.run(batch, step)) for step, batch in enumerate(batches, 1)]
+    assert losses == pytest.approx(expected_losses[1:], rel=1e-6)
 
 
 def test_adapters_of_another_model_are_refused() -> None:

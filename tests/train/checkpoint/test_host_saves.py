@@ -20,6 +20,7 @@ from harness.storage.snapshots import assert_same_contents, captured_contents
 from orchestrator.checkpoint.files import load
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
+from orchestrator.record.events.kinds import Checkpoint
 
 OPERATIONS = ("mkdir", "rename", "fsync", "rmdir", "unlink", "open", "write")
 
@@ -72,7 +73,9 @@ def test_one_process_reads_what_all_hosts_have_written(tmp_path: Path, size: int
     assert len(writers) == size, "each host has written files of its own"
     files = (tmp_path / "step_00000020").iterdir()
     num_bytes = sum(path.stat().st_size for path in files if path.name != "manifest.json")
-    assert hosts[0].log.events[-1][1]["bytes"] == num_bytes
+    (*_, event) = hosts[0].log.events
+    assert isinstance(event, Checkpoint)
+    assert event.bytes == num_bytes
 
 
 def test_buffers_are_those_of_the_main_host(tmp_path: Path) -> None:
@@ -87,6 +90,7 @@ def test_buffers_are_those_of_the_main_host(tmp_path: Path) -> None:
     assert [float(buffer.sum()) for buffer in buffers] == [0.0] * 3
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("killed", [0, 1, 2])
 def test_a_host_killed_at_each_operation_publishes_nothing_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: int

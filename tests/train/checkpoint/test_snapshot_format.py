@@ -22,9 +22,9 @@ from harness.storage.snapshots import (
     HostSnapshots,
     assert_same_contents,
     dense_part,
-    experts_part,
     merge_all,
     merge_parts,
+    own_part,
     snapshot_and_checkpoint,
     state_of,
     take_snapshots,
@@ -63,7 +63,7 @@ def test_a_snapshot_names_its_host_and_its_tensors(
         for rank in range(3)
     ]
     assert held == placed
-    entries = [read_part(experts_part(snapshot))[0] for snapshot in snapshots]
+    entries = [read_part(own_part(snapshot))[0] for snapshot in snapshots]
     main, second, third = [{(entry.kind, entry.name) for entry in of_host} for of_host in entries]
     assert not main & second
     assert not second & third
@@ -92,15 +92,15 @@ def test_each_rank_gets_its_own_random_state(
 ) -> None:
     snapshots, _ = three_hosts
     states = [merge_all(snapshots, rank).state["random"] for rank in range(4)]
-    assert states[:3] == [read_part(experts_part(snapshot))[1]["random"] for snapshot in snapshots]
+    assert states[:3] == [read_part(own_part(snapshot))[1]["random"] for snapshot in snapshots]
     assert states[0] != states[1] != states[2] != states[0]
     assert states[3] == states[0], "a new host gets the state of the main host"
 
 
 def test_a_host_without_experts_has_an_empty_snapshot() -> None:
     snapshots, contents = take_snapshots(TASK, NONE_ON_LAST_HOST)
-    entries, state = read_part(experts_part(snapshots[2]))
-    assert (entries, snapshots[2][0].experts_end) == ([], 0)
+    entries, state = read_part(own_part(snapshots[2]))
+    assert (entries, snapshots[2][0].own_end) == ([], 0)
     expected = replace(contents, state={**contents.state, "random": state["random"]})
     assert_same_contents(merge_all(snapshots, 2), expected)
 

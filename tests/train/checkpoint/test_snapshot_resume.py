@@ -28,6 +28,7 @@ from harness.storage.snapshots import (
 from orchestrator.checkpoint.files import Contents, HostPart
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
 from orchestrator.train.checkpoint.capture import capture
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.restore import restore
@@ -47,6 +48,18 @@ def untrained_state() -> TrainState:
             parameter.zero_()
     optimizer = build_named_optimizer(model, Config().optim, fused=True)
     return TrainState(model, optimizer, Precision("fp32", CPU))
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_checkpoint_without_an_expert_is_refused(
+    three_hosts: tuple[HostSnapshots, Contents], kind: str
+) -> None:
+    """With the experts of one host alone a run would resume in silence."""
+    _, contents = three_hosts
+    tensors = {key: tensor for key, tensor in contents.tensors[kind].items() if ".bank.1." not in key}
+    incomplete = replace(contents, tensors={**contents.tensors, kind: tensors})
+    with pytest.raises(UserError, match=r"has no blocks\.0\.ffn\.bank\.1\.\w+; the model has that expert"):
+        restore(incomplete, untrained_state())
 
 
 def draw_numbers() -> tuple[float, float, list[float]]:

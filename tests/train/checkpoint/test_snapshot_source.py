@@ -18,7 +18,7 @@ def header(rank: int, *experts: int) -> SnapshotHeader:
 
 
 def part_bytes(snapshots: list[SnapshotReferences], rank: int) -> int:
-    return snapshots[0].dense.size + snapshots[rank].experts.size
+    return snapshots[0].dense.size + snapshots[rank].own.size
 
 
 def assert_same_state(state: TrainState, experts: TrainState, main: TrainState) -> None:
@@ -61,7 +61,7 @@ def test_a_host_under_another_placement_reads_the_hosts_of_its_experts() -> None
     for rank in range(4):
         state, num_bytes = after.restore(snapshots, rank)
         origins = {expert % 5 for expert in range(15) if expert % 4 == rank} | {rank}
-        expected = sum(snapshots[origin].experts.size for origin in origins) + snapshots[0].dense.size
+        expected = sum(snapshots[origin].own.size for origin in origins) + snapshots[0].dense.size
         assert num_bytes == expected
         (bank,) = [module for name, module in state.model.named_modules() if name == "moe.bank"]
         for stack, names in stacked_names(state.model).items():

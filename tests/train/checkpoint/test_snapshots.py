@@ -38,9 +38,9 @@ class AddressRecorder(Outbox):
         super().__init__()
         self.addresses: list[int] = []
 
-    def put(self, header: Any, experts: Any, dense: Any) -> None:
+    def put(self, header: Any, own: Any, dense: Any) -> None:
         self.addresses.append(dense.__array_interface__["data"][0])
-        super().put(header, experts, dense)
+        super().put(header, own, dense)
 
 
 @pytest.fixture

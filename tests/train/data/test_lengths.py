@@ -61,6 +61,7 @@ def error_on_rank(
 EQUAL = [40, 40, 40]
 
 
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize(
     ("training", "validation", "found"),
     [

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from orchestrator.errors import TaskFailed, UserError
-from orchestrator.measure.tracing.fake_batches import first_samples
+from orchestrator.train.data.first_samples import first_samples
 from orchestrator.train.data.loading import LoaderOptions
 from orchestrator.train.data.opening import open_feed
 from orchestrator.train.data.steps import Feed

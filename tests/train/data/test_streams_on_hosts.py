@@ -108,7 +108,7 @@ SMALLER_PASSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 @pytest.mark.parametrize("bad", BAD_ROWS)
 @pytest.mark.parametrize("settings", SMALLER_PASSES.values(), ids=SMALLER_PASSES)
 def test_workers_without_a_good_sample_have_the_losses_of_one_process(

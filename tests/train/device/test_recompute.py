@@ -131,8 +131,9 @@ def test_gradients_are_the_same_in_one_process(name: str) -> None:
     assert_same_results(plain, recomputed)
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.extended(but_first=2)
 @pytest.mark.parametrize("name", LAYER_OPTIONS)
+@pytest.mark.parametrize("chunks", [3, 1])
 def test_gradients_and_exchanges_are_the_same_on_two_hosts(name: str, chunks: int) -> None:
     """A step has two micro-batches; the last step has one sample, so that a host has none."""
     task = Tiny((SIZES, SIZES), samples=33, options=LAYER_OPTIONS[name])

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.hosts.ranks import run_ranks
+from orchestrator.config.settings import Config
 from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.train.data.loading import LoaderOptions
 from orchestrator.train.data.opening import open_feed
@@ -18,8 +19,7 @@ from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 from orchestrator.train.strategies.base import Strategy
-from orchestrator.train.strategies.buffers import no_buffers
-from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
+from orchestrator.train.strategies.ddp import DDPStrategy
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def loss_with_running_mean(world: World, mean: float) -> float:
     model = task.build_model()
     strategy = Strategy(model, task)
     if world.size > 1:
-        strategy = DDPStrategy(model, task, world, DDPOptions(buffers=no_buffers), lambda _: None)
+        strategy = DDPStrategy(model, task, world, Config().parallel, lambda _: None)
     # Afterwards: DDP begins with the buffers of the main worker.
     model.get_buffer("0.running_mean").fill_(mean)
     data = task.train_data()

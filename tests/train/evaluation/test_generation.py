@@ -84,6 +84,7 @@ def test_texts_are_continued_from_their_beginnings(config: Config, tmp_path: Pat
     assert prompt + str(found["reference"]) in text
 
 
+@pytest.mark.extended
 def test_short_samples_leave_prompts_whole(config: Config) -> None:
     task = DoubleLanguageModel(config)
     short = DoubleLanguageModel(config.but(sequence_length=40))

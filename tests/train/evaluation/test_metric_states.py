@@ -195,7 +195,8 @@ def one_pass() -> dict[str, float]:
 
 
 # Batches of 3 × 5 leave 8 samples for three workers; batches of 3 × 11 leave no sample for the last one.
-@pytest.mark.parametrize("eval_batch", [5, 11])
+@pytest.mark.extended(but_first=1)
+@pytest.mark.parametrize("eval_batch", [11, 5])
 def test_three_workers_compute_the_metrics_of_all_samples(tmp_path: Path, eval_batch: int) -> None:
     expected = one_pass()
     for metrics in run_ranks(evaluate_on_rank, 3, eval_batch, tmp_path):

@@ -11,7 +11,7 @@ from experts.moe.layer import MoELayer
 from experts.placement.placement import ExpertCost, HostFacts
 from experts.rebalance.costs import Cluster, LayerCosts
 from experts.structure import Change, LayerStructure
-from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.saved_experts import EvolutionState
 from orchestrator.train.evolution import balancer as balancer_module
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
 

@@ -1,5 +1,5 @@
 """Random sequences of births, merges, prunes, moves and copies on one to four real processes, in fp64,
-against the same sequence in one process."""
+against the same sequence in one process, with the dense part whole or in shards."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from harness.faults.planted_faults import merge_hosts
 from harness.hosts.ranks import run_ranks
 from harness.moe.evolving import random_script, train_evolving
+from harness.runs.host_runs import merge_hosts
 from harness.runs.tiny_model import Tiny
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
 
 CPU = torch.device("cpu")
 STEPS = 14
+SHARDINGS = ("none", "zero2", "zero3")
+"""Of the dense part, in turn."""
 
 
 def make_case(seed: int, hosts: int) -> tuple[Tiny, Any, Any]:
@@ -25,7 +27,8 @@ def make_case(seed: int, hosts: int) -> tuple[Tiny, Any, Any]:
     draw = random.Random(f"{seed}/{hosts}")
     sizes = tuple(tuple(draw.choice([4, 4, 6]) for _ in range(draw.randint(3, 6))) for _ in range(2))
     top_k = draw.choice([1, 2, 2, 6])  # 6: every token goes to every expert
-    options = {"jitter": 0.2} if draw.random() < 0.3 else {}
+    options: dict[str, Any] = {"jitter": 0.2} if draw.random() < 0.3 else {}
+    options |= {"shared": 3} if seed % 2 else {}
     task = Tiny(sizes, top_k, samples=26, options=options)
     host_of = tuple(tuple(draw.randrange(hosts) for _ in layer) for layer in sizes)
     return task, host_of, random_script(draw, task, host_of, hosts, STEPS)
@@ -35,7 +38,8 @@ def evolve_on_host(rank: int, size: int, store: str, cases: list[Any]) -> list[d
     results = []
     for number, (task, host_of, script) in enumerate(cases):
         with process_group_world(file_store(f"{store}-{number}", size), rank, size, CPU, "gloo", 60) as world:
-            results.append(train_evolving(task, script, world, host_of, STEPS))
+            sharding = SHARDINGS[number % len(SHARDINGS)] if host_of is not None else "none"
+            results.append(train_evolving(task, script, world, host_of, STEPS, sharding=sharding))
     return results
 
 

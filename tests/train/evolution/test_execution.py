@@ -16,7 +16,7 @@ from harness.hosts.ranks import run_ranks
 from harness.moe.evolving import ListLog, ScriptedPolicy
 from harness.runs.steppers import make_stepper
 from harness.runs.tiny_model import Tiny
-from orchestrator.checkpoint.evolution_state import EvolutionState
+from orchestrator.checkpoint.saved_experts import EvolutionState
 from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.evolution.execution import Execution
 from orchestrator.train.evolution.measurements import LayerMeasurement

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from experts.moe.context import MoEContext
-from orchestrator.checkpoint.evolution_state import EvolutionState
 from orchestrator.checkpoint.progress import Progress
+from orchestrator.checkpoint.saved_experts import EvolutionState
 from orchestrator.record.files.log import SilentLog
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan

@@ -19,8 +19,8 @@ from harness.faults.interrupted import (
     plan_segments,
     run_interrupted,
 )
-from harness.faults.planted_faults import merge_hosts
 from harness.moe.evolving import random_script, train_evolving
+from harness.runs.host_runs import merge_hosts
 from harness.runs.tiny_model import Tiny
 from orchestrator.train.group.world import World
 

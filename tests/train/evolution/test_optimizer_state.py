@@ -14,12 +14,13 @@ from harness.hosts.ranks import run_ranks
 from harness.moe.surgery import WIDTH, make, train_step
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.train.evolution.optimizer_state import state_spec
+from orchestrator.train.evolution.execution import state_spec
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
+from orchestrator.train.optim.adamw8bit import AdamW8bit
 from orchestrator.train.optim.named_optimizers import build_named_optimizer
 
-KINDS = ["adamw", "sgd", "muon"]
+KINDS = ["adamw", "sgd", "muon", "adamw8bit"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,6 +42,36 @@ def test_each_role_keeps_its_own_state_when_experts_change(kind: str) -> None:
         assert state is not before[name], "the stack is a new one"
         assert state.keys() == before[name].keys()
         assert all(torch.equal(state[slot], value) for slot, value in before[name].items())
+    train_step(model, optimizer, 1)
+
+
+def test_codes_of_merged_experts_are_decoded_added_and_encoded() -> None:
+    model, _ = make((6, 5, 6), 1, steps=0)
+    optimizer = build_named_optimizer(model, Config.of(optimizer="adamw8bit").optim, fused=False)
+    assert isinstance(optimizer, AdamW8bit)
+    train_step(model, optimizer, 0)
+    before = {
+        role: optimizer.expanded(optimizer.state[stack])
+        for group, role, stack in model.moe.bank.stacks()
+        if group.hidden == 6
+    }
+    gate = optimizer.expanded(optimizer.state[model.moe.gate.weight_ED])
+    spec = state_spec(model.moe, optimizer, World.single_process())
+    change = Change("merged", 0, (3,), "a test", (0, 2), ((0,),), weights=(1.0, 3.0))
+    change_layer(model, model.moe, change, Surgery(optimizer, spec, seed=0, step=1))
+    for group, role, stack in model.moe.bank.stacks():
+        if group.hidden == 6:
+            state = optimizer.state[stack]
+            # Experts with tokens of their own: both averages add up.
+            exact = optimizer.compressed(
+                {slot: before[role][slot].sum(0, keepdim=True) for slot in ("exp_avg", "exp_avg_sq")}
+            )
+            assert all(torch.equal(state[slot], value) for slot, value in exact.items())
+    roots = gate["exp_avg_sq"].sqrt()
+    found = optimizer.expanded(optimizer.state[model.moe.gate.weight_ED])["exp_avg_sq"].sqrt()
+    rows = {1: roots[1], 3: roots[0] + roots[2]}
+    wanted = torch.stack([rows[expert.id] for expert in model.moe.structure.experts])
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.01 * float(wanted.max()))
     train_step(model, optimizer, 1)
 
 

@@ -117,13 +117,14 @@ def test_two_replicas_on_four_hosts_equal_one_process(on_four: Path, alone: Path
     assert_equal_to_one_process(on_four, alone)
 
 
+@pytest.mark.extended
 def test_two_replicas_on_two_hosts_equal_one_process(alone: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_ranks(run_on_host, 2, run_dir, {"expert_replicas": 2, "max_steps": STEPS})
     assert_equal_to_one_process(run_dir, alone)
 
 
-@pytest.mark.extended(but_first=1)
+@pytest.mark.extended
 @pytest.mark.parametrize(("hosts", "replicas"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (4, 1)])
 def test_a_checkpoint_of_replicas_resumes_on_other_hosts(
     hosts: int, replicas: int, on_four: Path, alone: Path, tmp_path: Path

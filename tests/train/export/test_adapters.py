@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from experts.transformers.files.fingerprint import fingerprint
-from experts.transformers.files.shards import SINGLE_FILE
+from experts.transformers.files.shards import SINGLE_FILE, fingerprint
 from experts.transformers.lora.peft_files import ADAPTER_FILE
 from harness.hosts.ranks import run_ranks
 from harness.lm.families import FAMILIES, tokens
@@ -75,7 +74,7 @@ def logits(model: Any) -> Tensor:
     return model.eval()(input_ids=tokens(3)).logits
 
 
-@pytest.mark.extended(but_first=2)
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_merged_model_computes_what_the_adapters_do_beside_theirs(
     name: str, folder: Folder, tmp_path: Path

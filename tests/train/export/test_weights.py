@@ -101,6 +101,7 @@ def test_an_export_has_the_trained_weights(
     assert len(list(target.glob("*.safetensors"))) > 2
 
 
+@pytest.mark.extended(but_first=1)
 @pytest.mark.parametrize("name", BIASED_FAMILIES)
 def test_an_export_has_the_routing_biases_that_balanced_the_experts(
     name: str, three_hosts: Trained, tmp_path: Path
@@ -158,7 +159,7 @@ def test_the_type_is_that_of_the_config_unless_one_is_asked_for(one_process: Tra
 def test_large_tensors_are_copied_in_pieces(
     one_process: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(writing, "PIECE_BYTES", 100)
     checkpoint = one_process("GPT-OSS")
     target = exported(checkpoint, tmp_path, "GPT-OSS", dtype="fp32")
     state = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).state_dict()

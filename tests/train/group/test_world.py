@@ -48,7 +48,7 @@ both_worlds = pytest.mark.parametrize("recoverable", [False, True], ids=["proces
 
 @given(st.integers(0, 100), st.integers(1, 9))
 def test_a_batch_is_split_evenly_and_completely(count: int, size: int) -> None:
-    parts = World(0, size, CPU).split_batch(count)
+    parts = World(0, size, CPU).split_batch(count, micro_batch=1)
     lengths = [part.stop - part.start for part in parts]
     assert sum(lengths) == count
     assert max(lengths) - min(lengths) <= 1
@@ -57,7 +57,7 @@ def test_a_batch_is_split_evenly_and_completely(count: int, size: int) -> None:
 @given(st.integers(0, 200), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6))
 def test_a_batch_is_split_in_proportion_to_shares(count: int, shares: list[float]) -> None:
     world = World(0, len(shares), CPU).with_shares(shares)
-    lengths = [part.stop - part.start for part in world.split_batch(count)]
+    lengths = [part.stop - part.start for part in world.split_batch(count, micro_batch=1)]
     assert sum(lengths) == count
     for length, share in zip(lengths, shares, strict=True):
         assert abs(length - count * share / sum(shares)) <= 1.0 + 1e-9
@@ -99,7 +99,7 @@ def run_collectives(rank: int, size: int, store: str, recoverable: bool) -> dict
     with joined_world(rank, size, store, recoverable) as world:
         return {
             "max": world.all_reduce_max([rank, -rank]),
-            "gather": world.gather([float(rank), 5.0]),
+            "gather": world.gather_values([float(rank), 5.0]),
             "sum": world.all_reduce(torch.tensor([1.0, float(rank)])).tolist(),
         }
 

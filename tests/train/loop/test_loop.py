@@ -11,12 +11,16 @@ from torch import nn
 
 from experts.tokens.received_rows import InvalidRows, RowCheck
 from harness.runs.loop_runs import StepCounter, build_small_training, losses_in, run_loop
+from orchestrator.checkpoint.progress import Progress
 from orchestrator.errors import TrainingFailed
+from orchestrator.record.events.kinds import HostSample
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.reading import of_kind, read_events
+from orchestrator.record.machine.monitor import Sample
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.group.heartbeat import Heartbeat, Phase
 from orchestrator.train.group.requests import Requests
+from orchestrator.train.loop import loop as loop_module
 from orchestrator.train.loop.loop import Loop
 from orchestrator.train.loop.training import LoopHooks
 
@@ -38,6 +42,7 @@ class PhaseRecorder(Heartbeat):
         self.phases.append(phase)
 
 
+@pytest.mark.extended
 def test_segments_train_the_same_steps_as_one_run(tmp_path: Path) -> None:
     """A segment continues where the one before ended.
 
@@ -72,13 +77,22 @@ def test_a_request_to_stop_ends_the_run_after_the_step_with_a_checkpoint(
 
 
 def test_the_monitor_is_read_at_its_interval(tmp_path: Path) -> None:
-    hooks = LoopHooks(monitor=lambda: {"reading": 1.5})
+    hooks = LoopHooks(monitor=lambda: Sample(0.0, HostSample(cpu_percent=1.5)))
     run_loop(tmp_path, hooks=hooks, max_steps=7, gpu_log_interval=3, monitor_gpu=True)
     readings = of_kind(read_events(tmp_path / "events.jsonl"), "monitor")
-    assert [(event["step"], event["reading"]) for event in readings] == [
+    assert [(event["step"], event["host"]["cpu_percent"]) for event in readings] == [
         (3, 1.5),
         (6, 1.5),
     ]
+
+
+def test_cached_memory_is_freed_at_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[torch.device] = []
+    monkeypatch.setattr(loop_module, "free_cached", freed.append)
+    run_loop(tmp_path / "never", max_steps=7)
+    assert freed == []
+    run_loop(tmp_path / "often", max_steps=7, empty_cache_every=3)
+    assert freed == [torch.device("cpu")] * 2
 
 
 def test_the_heartbeat_follows_the_phases(tmp_path: Path) -> None:
@@ -167,3 +181,23 @@ def test_steps_with_wrong_rows_from_another_host_are_neither_recorded_nor_saved(
     events = read_events(tmp_path / "events.jsonl")
     assert [event["step"] for event in of_kind(events, "step")] == [1, 2, 3, 4]
     assert not of_kind(events, "checkpoint")
+
+
+def test_statistics_of_the_experts_are_added_up_before_each_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    settings: dict[str, Any] = {"evolution": "bold", "max_steps": 2, "checkpoint_every": 1}
+    loop = Loop(build_small_training(tmp_path, log, **settings))
+    calls: list[str] = []
+    save = loop._checkpoints.save
+
+    def save_after(progress: Progress) -> None:
+        calls.append("save")
+        save(progress)
+
+    monkeypatch.setattr(loop._evolution, "flush", lambda: calls.append("flush"))
+    monkeypatch.setattr(loop._checkpoints, "save", save_after)
+    loop.run()
+    log.close()
+    assert calls == ["flush", "save"] * 3, "of both steps, and at the end"

@@ -12,6 +12,7 @@ import torch
 from harness.hosts.ranks import run_ranks
 from harness.runs.loop_runs import SMALL, run_loop
 from orchestrator.config.settings import Config
+from orchestrator.record.events.kinds import Memory
 from orchestrator.record.files.reading import of_kind, read_events
 from orchestrator.report.run.figures.read import read_run_record
 from orchestrator.report.run.figures.stats import memory_parts
@@ -33,23 +34,19 @@ def watch_of(monkeypatch: pytest.MonkeyPatch, device: str, allocated: int) -> Me
 def test_the_rest_of_a_gpus_peak_is_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     found = watch_of(monkeypatch, "cuda:0", 5000).epoch_peak()
     known = {name: size for name, size in PARTS.items() if size}
-    assert found == {
-        "allocated": 5000,
-        "reserved": 10_000,
-        "parts": known | {"activations": 5000 - sum(known.values())},
-    }
-    assert sum(found["parts"].values()) == found["allocated"]
+    assert found == Memory(5000, 10_000, known | {"activations": 5000 - sum(known.values())})
+    assert sum(found.parts.values()) == found.allocated
 
 
 def test_a_peak_before_the_first_step_has_no_negative_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watch_of(monkeypatch, "cuda:0", 100).epoch_peak()["parts"]["activations"] == 0
+    assert watch_of(monkeypatch, "cuda:0", 100).epoch_peak().parts["activations"] == 0
 
 
 def test_a_process_on_a_cpu_has_parts_without_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "activations" not in watch_of(monkeypatch, "cpu", 5000).run_record()["parts"]
+    assert "activations" not in watch_of(monkeypatch, "cpu", 5000).run_record().parts
 
 
-def watch_on_rank(rank: int, size: int, store: str, peaks: list[int]) -> list[dict[str, Any]]:
+def watch_on_rank(rank: int, size: int, store: str, peaks: list[int]) -> list[Memory]:
     with (
         pytest.MonkeyPatch.context() as patch,
         process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world,
@@ -64,7 +61,7 @@ def watch_on_rank(rank: int, size: int, store: str, peaks: list[int]) -> list[di
 
 @pytest.mark.parametrize(("peaks", "worker"), [([50, 60], 1), ([60, 50], 0), ([60, 60], 0)])
 def test_the_worker_with_the_largest_peak_counts(peaks: list[int], worker: int) -> None:
-    expected = {"allocated": 60, "reserved": 100, "worker": worker, "parts": {"parameters": 10 + worker}}
+    expected = Memory(60, 100, {"parameters": 10 + worker}, worker)
     assert run_ranks(watch_on_rank, 2, peaks) == [[expected] * 2] * 2
 
 
@@ -113,6 +110,7 @@ def test_parts_are_as_the_plan_estimated_them(finished: Path) -> None:
     assert plan["gate"] <= parts["gate"] <= plan["gate"] + 40
 
 
+@pytest.mark.extended
 def test_a_resumed_run_measures_its_parts(finished: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     train(run_dir, max_steps=2)
@@ -136,5 +134,43 @@ def test_a_run_that_only_evaluates_has_no_gradients(tmp_path: Path) -> None:
 def test_the_buffer_of_a_checkpoint_counts_beside_a_model_on_a_cpu(tmp_path: Path) -> None:
     loop, _ = run_loop(tmp_path, max_steps=2)
     state = loop.stepper.state_memory.parts
-    buffers = loop.memory.run_record()["parts"]["buffers"]
+    buffers = loop.memory.run_record().parts["buffers"]
     assert buffers > state["buffers"] + state["parameters"] + state["optimizer"]
+
+
+def test_each_epoch_has_its_own_peak_and_the_run_the_highest(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[torch.device] = []
+    monkeypatch.setattr(memory_watch, "reset_peak", resets.append)
+    watch = watch_of(monkeypatch, "cuda:0", 700)
+    watch.start_epoch()
+    assert len(resets) == 1
+    monkeypatch.setattr(memory_watch, "peak_memory", lambda device: {"allocated": 500, "reserved": 600})
+    assert watch.epoch_peak().allocated == 500
+    assert watch.run_record().allocated == 700
+
+
+@pytest.mark.parametrize(
+    ("allocated", "warned"),
+    [
+        ([100, 102, 104, 107], [False, False, False, True]),
+        ([100, 102, 102, 107], [False] * 4),
+        ([100, 90, 92, 94, 96, 90], [False, False, False, False, True, False]),
+    ],
+)
+def test_memory_that_rises_over_four_epochs_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, allocated: list[int], warned: list[bool]
+) -> None:
+    watch = MemoryWatch(World.single_process())
+    readings = iter(allocated)
+    monkeypatch.setattr(memory_watch, "allocated_now", lambda device: next(readings))
+    warnings = [watch.leak_warning() for _ in allocated]
+    assert [warning is not None for warning in warnings] == warned
+    assert all("rose over four epochs" in warning for warning in warnings if warning)
+
+
+def test_a_leak_is_a_warning_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter(range(1000, 10_000, 1000))
+    monkeypatch.setattr(memory_watch, "allocated_now", lambda device: next(readings))
+    run_loop(tmp_path / "run", epochs=5, batch_size=1000)
+    warnings = of_kind(read_events(tmp_path / "run" / "events.jsonl"), "warning")
+    assert [warning["kind"] for warning in warnings] == ["leak"] * 2

@@ -186,7 +186,7 @@ def test_the_average_follows_its_recurrence(name: str) -> None:
             weight = parameter.detach().clone()
             expected[key] = 0.9 * expected[key] + 0.1 * weight if step else weight
     weights = {key: parameter.detach().clone() for key, parameter in net.named_parameters()}
-    with average.in_place_of_weights():
+    with average.in_place_of_weights(net):
         for key, parameter in net.named_parameters():
             torch.testing.assert_close(parameter.detach(), expected[key], rtol=1e-5, atol=1e-6)
     for key, parameter in net.named_parameters():

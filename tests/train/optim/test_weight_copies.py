@@ -43,10 +43,10 @@ def ours_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(copies: bool, micro_batch: int = 8) -> tuple[Stepper, Feed]:
     task = Synthetic(Config.of(experts=7, expert_hidden_size=(8,), top_k=2, **SETTINGS))
     stepper, feed = make_stepper(task, micro_batch, 8, precision="bf16")
-    if copies:
-        inner = stepper.optimizer.inner
-        assert isinstance(inner, AdamW)
-        stepper.copies = WeightCopies(stepper.strategy.model, inner, torch.bfloat16)
+    assert stepper.copies is not None
+    if not copies:
+        stepper.copies.drop()
+        stepper.copies = None
     return stepper, feed
 
 
@@ -96,7 +96,7 @@ def test_the_average_in_place_of_the_weights_is_computed_with() -> None:
             return model(tokens)[0]
 
     of_weights = logits()
-    with average.in_place_of_weights():
+    with average.in_place_of_weights(model):
         of_average = logits()
         for _, layer in moe_layers(model):
             layer.bank.copies = {}
@@ -125,6 +125,8 @@ def test_banks_that_layers_share_have_no_copies() -> None:
     task = Synthetic(Config.of(experts=4, expert_hidden_size=(8,), top_k=2, **SETTINGS))
     stepper, _ = make_stepper(task, 8, 8, precision="bf16")
     (_, first), (_, second) = moe_layers(stepper.strategy.model)
+    assert stepper.copies is not None
+    stepper.copies.drop()
     second.bank = first.bank
     inner = stepper.optimizer.inner
     assert isinstance(inner, AdamW)
@@ -135,8 +137,8 @@ def test_banks_that_layers_share_have_no_copies() -> None:
 def test_compiled_code_computes_with_weights_that_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code stands for compiled code, which refreshes nothing itself."""
 
-    def compiled_call(call: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
-        del mode
+    def compiled_call(call: Callable[..., Any], mode: str | None, dynamic: bool | None) -> Callable[..., Any]:
+        del mode, dynamic
 
         def run(*arguments: Any) -> Any:
             with monkeypatch.context() as patch:

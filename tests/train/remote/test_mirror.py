@@ -19,9 +19,11 @@ from orchestrator.checkpoint.files import Contents
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import TrainingFailed
+from orchestrator.record.events import kinds
 from orchestrator.record.files.log import SilentLog
+from orchestrator.storage import folder as storage_folder
 from orchestrator.storage.folder import RemoteFolder
-from orchestrator.train.remote import mirror, retry
+from orchestrator.train.remote import mirror
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.mirror import Mirror
 
@@ -36,11 +38,12 @@ class CheckedLog(SilentLog):
         self.uploads: list[tuple[int, list[int]]] = []
         self.changed = threading.Condition()
 
-    def write(self, event: str, **fields: Any) -> None:
-        if event == "upload":
-            with self.changed:
-                self.uploads.append((fields["step"], published(self._folder)))
-                self.changed.notify_all()
+    def write(self, *events: kinds.Event) -> None:
+        for event in events:
+            if isinstance(event, kinds.Upload):
+                with self.changed:
+                    self.uploads.append((event.step, published(self._folder)))
+                    self.changed.notify_all()
 
     def wait_for(self, step: int) -> None:
         with self.changed:
@@ -217,10 +220,10 @@ def test_an_unforeseen_error_is_told_and_ends_no_later_upload(
     told: list[str] = []
     log = CheckedLog(folder)
 
-    def write(event: str, **fields: Any) -> None:
-        told.append(f"{event} {fields.get('message', '')}")
-        CheckedLog.write(log, event, **fields)
-        if event == "warning":
+    def write(event: kinds.Event) -> None:
+        told.append(f"{event.EVENT} {getattr(event, 'message', '')}")
+        CheckedLog.write(log, event)
+        if isinstance(event, kinds.Warned):
             raise OSError("no space left for the log")
 
     def fail_once(_name: str) -> None:
@@ -253,7 +256,7 @@ def test_a_file_system_without_hard_links_gets_copies(
 def test_the_last_error_names_what_is_on_this_machine_alone(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(storage_folder, "_FIRST_WAIT_SECONDS", 0.001)
     run_dir = tmp_path / "run 1"
     store = CheckpointStore(run_dir / "checkpoints")
     save(store, 4)

@@ -13,8 +13,8 @@ from harness.storage.checkpoints import remote_run_with_checkpoints
 from harness.storage.folder_links import no_requests
 from orchestrator.checkpoint.files import load
 from orchestrator.errors import CheckpointDamaged
+from orchestrator.storage import folder as storage_folder
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.remote import retry
 from orchestrator.train.remote.node_store import NodeStore
 
 _WAIT_S = 60.0
@@ -51,7 +51,7 @@ def paused_download(monkeypatch: pytest.MonkeyPatch, store: NodeStore, name: str
         download(self, file, target)
 
     monkeypatch.setattr(RemoteFolder, "download", pause)
-    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(storage_folder, "_FIRST_WAIT_SECONDS", 0.001)
     paths: list[Path] = []
     thread = threading.Thread(target=lambda: paths.append(store.fetch_named(name)))
     thread.start()
@@ -117,7 +117,7 @@ def test_a_failed_download_lets_go_of_its_lock(
         raise RemoteError("the storage is down")
 
     (_, newest), _ = processes[0].newest_first()
-    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(storage_folder, "_FIRST_WAIT_SECONDS", 0.001)
     with monkeypatch.context() as patch:
         patch.setattr(RemoteFolder, "download", refuse)
         with pytest.raises(RemoteError, match="the storage is down"), processes[0].reading(newest):

@@ -18,8 +18,9 @@ from orchestrator.checkpoint.hashed_file import Hashes
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.errors import CheckpointDamaged
 from orchestrator.record.files.log import SilentLog
+from orchestrator.storage import folder as storage_folder
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.remote import mirror, node_store, retry
+from orchestrator.train.remote import mirror, node_store
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.node_store import NodeStore
@@ -34,7 +35,7 @@ def nothing() -> None:
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(storage_folder, "_FIRST_WAIT_SECONDS", 0.001)
 
 
 @pytest.fixture

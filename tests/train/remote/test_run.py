@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -13,9 +12,10 @@ from orchestrator.checkpoint.files import Contents
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import TrainingFailed
+from orchestrator.record.events.kinds import Event, Warned
 from orchestrator.record.files.log import SilentLog
+from orchestrator.storage import folder as storage_folder
 from orchestrator.storage.folder import RemoteError, RemoteFolder
-from orchestrator.train.remote import retry
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.remote.run import RemoteRun
 
@@ -24,9 +24,8 @@ class KeptLog(SilentLog):
     def __init__(self) -> None:
         self.messages: list[str] = []
 
-    def write(self, event: str, **fields: Any) -> None:
-        if event == "warning":
-            self.messages.append(fields["message"])
+    def write(self, *events: Event) -> None:
+        self.messages += [event.message for event in events if isinstance(event, Warned)]
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def test_a_last_checkpoint_that_cannot_be_downloaded_fails_the_run_and_says_wher
     def refuse(*_: object) -> None:
         raise RemoteError("the storage is down")
 
-    monkeypatch.setattr(retry, "_FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(storage_folder, "_FIRST_WAIT_SECONDS", 0.001)
     monkeypatch.setattr(RemoteFolder, "download", refuse)
     with pytest.raises(TrainingFailed, match=f"its checkpoints are in {folder.url}.*the storage is down"):
         end_run(folder, tmp_path / "local", KeptLog())

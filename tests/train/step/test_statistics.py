@@ -9,7 +9,7 @@ import torch
 
 from experts.balance import moe_layers
 from experts.moe.statistics import ExpertStatistics
-from harness.faults.planted_faults import step_batches
+from harness.runs.host_runs import step_batches
 from harness.runs.steppers import make_stepper
 from harness.runs.tiny_model import Tiny
 from orchestrator.tasks.task import Loss

@@ -14,7 +14,7 @@ from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
-from orchestrator.train.step.pending import PendingStep, fetch_figures
+from orchestrator.train.loop.step_recorder import PendingStep, fetch_figures
 from orchestrator.train.step.totals import Totals, TotalsReducer
 
 

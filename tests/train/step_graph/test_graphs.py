@@ -3,23 +3,63 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harness.fakes.fake_graphs import FakeRecorder, with_graphs
 from harness.runs.steppers import Events, make_stepper, run_steps, weights
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.data.steps import Feed
-from orchestrator.train.step_graph.graphs import MAX_GRAPHS, WARM_UP_STEPS
+from orchestrator.train.step_graph.graphs import MAX_GRAPHS, WARM_UP_STEPS, StepGraphs
 from orchestrator.train.step_graph.layout import copy_tensors
+from orchestrator.train.step_graph.recorder import CaptureFailed
 from orchestrator.train.stepper import Stepper
+
+T = TypeVar("T")
+
+
+class FakeRecorder:
+    """Counts what happens. ``failure`` is the reason why the next capture fails."""
+
+    def __init__(self, failure: str | None = None) -> None:
+        self.failure = failure
+        self.num_warm_ups = 0
+        self.num_records = 0
+        self.num_replays = 0
+        self.num_forgotten = 0
+
+    def warm_up(self, function: Callable[[], T]) -> T:
+        self.num_warm_ups += 1
+        return function()
+
+    def record(self, function: Callable[[], T]) -> Callable[[], T]:
+        if self.failure is not None:
+            raise CaptureFailed(self.failure)
+        self.num_records += 1
+
+        def replay() -> T:
+            self.num_replays += 1
+            return function()
+
+        return replay
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
+
+
+def with_graphs(stepper: Stepper, recorder: FakeRecorder, required: bool = False) -> Stepper:
+    """Let a stepper use graphs of this recorder."""
+    device = stepper.world.device
+    stepper.graphs = StepGraphs(recorder, stepper.strategy, stepper.optimizer, device, stepper.emit, required)
+    return stepper
+
 
 SIZES = Config.of(width=16, experts=4, expert_hidden_size=(8,), layers=1)
 RATE = 2.0**-9  # exact in fp32, as a graph reads it

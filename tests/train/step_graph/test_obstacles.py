@@ -12,7 +12,7 @@ from torch import nn
 from experts.moe.layer import MoELayer
 from experts.moe.statistics import ExpertStatistics
 from orchestrator.train.device.precision import Precision
-from orchestrator.train.step_graph.obstacles import find_obstacle
+from orchestrator.train.step_graph.graphs import find_obstacle
 from orchestrator.train.strategies.base import Strategy
 
 CPU = torch.device("cpu")

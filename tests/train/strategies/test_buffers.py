@@ -10,6 +10,7 @@ from experts.balance import gated_layers
 from experts.model import place
 from harness.hosts.ranks import run_ranks
 from harness.runs.tiny_model import Tiny
+from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import process_group_world
@@ -18,7 +19,7 @@ from orchestrator.train.strategies.buffers import (
     persistent_buffers,
     running_statistics,
 )
-from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
+from orchestrator.train.strategies.ddp import DDPStrategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 
 
@@ -59,8 +60,8 @@ def bias_after_a_change(rank: int, size: int, store: str, kind: str) -> list[flo
             place(model, [(0, 1, 0)], rank)
             strategy = ExpertParallelStrategy(model, task, world, buffers=persistent_buffers)
         else:
-            options = DDPOptions(buffers=persistent_buffers)
-            strategy = DDPStrategy(model, task, world, options, warn=lambda message: None)
+            settings = Config().parallel
+            strategy = DDPStrategy(model, task, world, settings, lambda _: None, persistent_buffers)
         ((_, layer),) = gated_layers(model)
         layer.gate.bias_E = torch.full((3,), float(rank), dtype=torch.float64)
         strategy.experts_changed()

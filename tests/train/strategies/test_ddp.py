@@ -31,30 +31,29 @@ from harness.runs.worker_runs import (
 )
 from orchestrator.config.settings import Config
 from orchestrator.errors import OutOfMemory
+from orchestrator.record.files.reading import of_kind
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.tasks.text import Text
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
-from orchestrator.train.strategies.buffers import no_buffers, running_statistics
-from orchestrator.train.strategies.ddp import DDPOptions
 
-CUSTOM_DDP = DDPOptions(bucket_cap_mb=1, static_graph=True, gradient_as_bucket_view=False)
+CUSTOM_DDP: dict[str, Any] = {"bucket_cap_mb": 1, "static_graph": True, "gradient_as_bucket_view": False}
 
 
-@pytest.mark.extended(but_first=3)
+@pytest.mark.extended(but_first=4)
 @pytest.mark.parametrize(
     "case",
     [
         WorkerCase(DoubleDigits, 2, 32, 64),
         WorkerCase(DoubleDigits, 3, 22, 64),
         WorkerCase(DoubleDigits, 4, 5, 50, samples=110),  # accumulation; a last batch of 10
-        WorkerCase(DoubleDigits, 3, 7, 50, samples=101),  # a last batch of one sample: two workers have none
         WorkerCase(DoubleDigits, 2, 16, 48, shares=(3.0, 1.0)),
+        WorkerCase(DoubleDigits, 3, 7, 50, samples=101),  # a last batch of one sample: two workers have none
         WorkerCase(DoubleDigits, 3, 4, 30, samples=94, shares=(1.0, 0.35, 0.01)),
         WorkerCase(DoubleText, 3, 3, 16, steps=6),
         WorkerCase(DoubleDigits, 2, 32, 64, steps_before_overlap=100),  # reduced after the backward pass only
-        WorkerCase(DoubleDigits, 3, 8, 48, steps_before_overlap=0, options=CUSTOM_DDP),
+        WorkerCase(DoubleDigits, 3, 8, 48, steps_before_overlap=0, settings=CUSTOM_DDP),
     ],
     ids=str,
 )
@@ -123,15 +122,15 @@ class PartlyUsed(Task):
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_a_gradient_that_only_some_workers_have_is_zero_on_the_others(find_unused: bool) -> None:
     """One that no worker has does not exist, as in one process."""
-    options = DDPOptions(find_unused_parameters=find_unused)
-    case = WorkerCase(PartlyUsed, 3, 2, 12, steps_before_overlap=2, options=options)
+    settings = {"find_unused_parameters": find_unused}
+    case = WorkerCase(PartlyUsed, 3, 2, 12, steps_before_overlap=2, settings=settings)
     expected = train(case)
     for result in run_ranks(train_on_rank, 3, case):
         assert result.losses == pytest.approx(expected.losses, rel=1e-12)
         assert_gradients_equal(result.gradients, expected.gradients, 1e-10, 1e-12)
         assert not any(name.startswith("never") for name in result.gradients)
         assert_weights_close(result, expected)
-        warnings = [fields["message"] for event, fields in result.events if event == "warning"]
+        warnings = [event["message"] for event in of_kind(result.events, "warning")]
         assert bool(warnings) is not find_unused
 
 
@@ -163,8 +162,8 @@ def test_a_parameter_that_becomes_unused_ends_the_run_before_an_update() -> None
 
 
 def test_find_unused_parameters_allows_a_parameter_that_becomes_unused() -> None:
-    options = DDPOptions(find_unused_parameters=True)
-    case = WorkerCase(UsedAtFirst, 3, 4, 12, steps_before_overlap=2, options=options)
+    settings = {"find_unused_parameters": True}
+    case = WorkerCase(UsedAtFirst, 3, 4, 12, steps_before_overlap=2, settings=settings)
     assert len(run_ranks(train_on_rank, 3, case)) == 3
 
 
@@ -201,7 +200,7 @@ def test_all_workers_halve_when_one_runs_out_of_memory() -> None:
     expected = train(WorkerCase(DoubleDigits, 2, 16, 64))
     for result in run_ranks(train_on_rank, 2, WorkerCase(ShortEarly, 2, 16, 64, steps_before_overlap=20)):
         assert result.losses == pytest.approx(expected.losses, rel=1e-12)
-        halvings = [fields for event, fields in result.events if event == "oom"]
+        halvings = of_kind(result.events, "oom")
         assert [(fields["micro_batch"], fields["next_micro_batch"]) for fields in halvings] == [(16, 8)]
 
 
@@ -231,8 +230,8 @@ class Normed(DoubleDigits):
 def running_mean_on_rank(rank: int, size: int, store: str, broadcast: bool) -> list[float]:
     """The running mean at the beginning of the fourth step."""
     with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 30) as world:
-        options = DDPOptions(buffers=running_statistics if broadcast else no_buffers)
-        stepper, feed = make_stepper(Normed(UNEVEN_EXPERTS), 8, 16, world=world, options=options)
+        buffers = "auto" if broadcast else "off"
+        stepper, feed = make_stepper(Normed(UNEVEN_EXPERTS), 8, 16, world=world, broadcast_buffers=buffers)
         strategy: Any = stepper.strategy
         run_steps(stepper, feed, 3)
         strategy.begin_step(all_have_samples=True)

@@ -20,17 +20,18 @@ from experts.balance import gated_layers
 from experts.kernels.adapters import Adapters
 from experts.model import initialise
 from experts.tokens.transfer import Transfer
-from harness.faults.planted_faults import by_expert, merge_hosts, step_batches
 from harness.hosts.ranks import run_ranks
+from harness.runs.host_runs import by_expert, merge_hosts, step_batches
 from harness.runs.steppers import assert_gradients_equal, make_stepper, mean_loss, run_steps
 from harness.runs.tiny_model import HostCase, Tiny, random_case
 from orchestrator.config.settings import Config
 from orchestrator.plan.estimate import ShardingForm
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
+from orchestrator.train.optim.shards import full_tensor
 from orchestrator.train.step.totals import Totals
-from orchestrator.train.strategies.fsdp import full_tensor
 from orchestrator.train.worker.build_model import build_model
+from orchestrator.train.worker.placed_experts import PlacedExperts
 from orchestrator.types import Choice
 
 CPU = torch.device("cpu")
@@ -71,7 +72,7 @@ def train(case: HostCase, world: World, steps: int) -> dict[str, Any]:
         world=world,
         host_of=case.host_of,
         chunks=case.chunks,
-        bucket_mb=case.bucket_mb,
+        bucket_cap_mb=case.bucket_mb,
         recompute=case.recompute and world.size > 1,
         sharding=case.sharding if world.size > 1 else "none",
     )
@@ -178,22 +179,22 @@ RECOMPUTED = HostCase(
     chunks=2,
 )
 NAMED_CASES = {
+    "recomputed": RECOMPUTED,
     "seven experts on three hosts": HostCase(
         Tiny((SIZES, SIZES)), 3, (*HOST_OF_7, (2, 2, 0, 1, 0, 0, 2)), micro_batch=4, global_batch=12
+    ),
+    "the gate on the first host": HostCase(
+        Tiny((SIZES,)), 3, HOST_OF_7, micro_batch=5, global_batch=10, data_on_main=True
     ),
     "all experts on the last host": HostCase(Tiny((SIZES,)), 3, ((2,) * 7,), micro_batch=4, global_batch=24),
     "a last batch of one sample": HostCase(
         Tiny((SIZES,), samples=25), 3, HOST_OF_7, micro_batch=4, global_batch=12
     ),
-    "the gate on the first host": HostCase(
-        Tiny((SIZES,)), 3, HOST_OF_7, micro_batch=5, global_batch=10, data_on_main=True
-    ),
     "one expert": HostCase(Tiny(((5,),), top_k=1), 2, ((1,),), micro_batch=4, global_batch=8),
-    "recomputed": RECOMPUTED,
 }
 
 
-@pytest.mark.extended(but_first=2)
+@pytest.mark.extended(but_first=3)
 @pytest.mark.parametrize("name", NAMED_CASES)
 def test_named_cases_equal_one_process(name: str) -> None:
     assert_cases_equal_one_process([NAMED_CASES[name]])
@@ -264,7 +265,8 @@ def test_frozen_experts_with_adapters_have_the_precision_of_the_run(
 
     task = Adapted((SIZES, SIZES), dtype=torch.float32)
     for host_of in (None, [(0, 1, 1, 0, 1, 0, 1), (1, 1, 1, 1, 1, 1, 1)]):
-        model = build_model(Config(), plan_of(precision), task, World.single_process(), host_of)
+        experts = PlacedExperts(host_of=host_of)
+        model = build_model(Config(), plan_of(precision), task, World.single_process(), experts)
         types = {name.rpartition(".")[2].rpartition("_")[0]: p.dtype for name, p in model.named_parameters()}
         assert types["up"] == types["down"] == dtype
         assert {types[role] for role in types if role not in ("up", "down")} == {torch.float32}
@@ -272,9 +274,10 @@ def test_frozen_experts_with_adapters_have_the_precision_of_the_run(
 
 def test_a_model_without_the_experts_of_other_hosts_is_otherwise_the_same() -> None:
     task = Tied((SIZES, SIZES), dtype=torch.float32)
-    whole = build_model(Config(), plan_of("fp32"), task, World.single_process(), None)
+    whole = build_model(Config(), plan_of("fp32"), task, World.single_process())
     host_of = [(0, 1, 1, 0, 1, 0, 1), (1, 1, 1, 1, 1, 1, 1)]
-    part = build_model(Config(), plan_of("fp32"), task, World.single_process(), host_of)
+    experts = PlacedExperts(host_of=host_of)
+    part = build_model(Config(), plan_of("fp32"), task, World.single_process(), experts)
     assert part.get_buffer("mask").tolist() == [0.0, 1.0, 2.0]
     assert part.get_parameter("head.weight") is part.get_parameter("other.weight")
     expected = weights_by_expert(whole)

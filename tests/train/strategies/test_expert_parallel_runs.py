@@ -113,7 +113,7 @@ def test_a_checkpoint_of_a_sharded_dense_part_resumes_with_any_sharding(
 def test_a_checkpoint_of_hosts_resumes_on_other_hosts_placements_and_strategies(
     tmp_path: Path, reference: tuple[Path, list[Event]]
 ) -> None:
-    """Four hosts, three, two with another placement, data parallel, one process: the losses continue.
+    """Four hosts, two with another placement, three of data parallel, one process: the losses continue.
 
     A checkpoint of hosts has the names and tensors of one process.
     """
@@ -121,16 +121,15 @@ def test_a_checkpoint_of_hosts_resumes_on_other_hosts_placements_and_strategies(
     run_dir = tmp_path / "run"
     train(run_dir, 4, max_steps=8, **EXPERT_PARALLEL)
     assert_checkpoints_equal(run_dir, reference_dir)
-    train(run_dir, 3, max_steps=12, resume="auto", **EXPERT_PARALLEL)
     placement_file = tmp_path / "placement.json"
     placement_file.write_text(json.dumps({"layers": [[1, 1, 0, 1, 1], [0, 0, 0, 0, 0]]}))
     placed: dict[str, Any] = EXPERT_PARALLEL | {"placement": str(placement_file)}
-    train(run_dir, 2, max_steps=16, resume="auto", **placed)
+    train(run_dir, 2, max_steps=13, resume="auto", **placed)
     plain: dict[str, Any] = PLAIN | {"placement": "auto"}
-    train(run_dir, 2, max_steps=20, resume="auto", **plain)
+    train(run_dir, 3, max_steps=19, resume="auto", **plain)
     events = train(run_dir, 1, max_steps=24, resume="auto", **plain)
     assert losses(events) == pytest.approx(losses(expected), rel=1e-5)
-    assert [event["step"] for event in of_kind(events, "resume")] == [8, 12, 16, 20]
+    assert [event["step"] for event in of_kind(events, "resume")] == [8, 13, 19]
     assert of_kind(events, "placement")[-1]["layers"][0]["host_of"] == [1, 1, 0, 1, 1]
 
 

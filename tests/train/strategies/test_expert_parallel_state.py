@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.faults.planted_faults import merge_hosts, step_batches, total_norm
 from harness.hosts.ranks import run_ranks
+from harness.runs.host_runs import merge_hosts, step_batches, total_norm
 from harness.runs.steppers import Events, assert_gradients_equal, make_stepper, run_steps
 from harness.runs.tiny_model import Tiny
 from orchestrator.config.settings import Config
@@ -26,6 +26,7 @@ from orchestrator.train.step.totals import Totals
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.strategies.buffers import running_statistics
 from orchestrator.train.worker.build_model import build_parts, build_stepper
+from orchestrator.train.worker.placed_experts import PlacedExperts
 from orchestrator.trainer import Trainer
 from tests.train.strategies.test_expert_parallel import (
     CPU,
@@ -67,7 +68,8 @@ def build_product_stepper(task: Tiny, world: World, host_of: Any) -> tuple[Stepp
     )
     prepared = Trainer(task=task, config=config, quiet=True).prepare()
     config = prepared.resolved.config
-    parts = build_parts(config, prepared.plan, task, world, host_of=host_of if world.size > 1 else None)
+    experts = PlacedExperts(host_of=host_of if world.size > 1 else None)
+    parts = build_parts(config, prepared.plan, task, world, experts=experts)
     feed = open_feed(
         task.train_data(),
         world,

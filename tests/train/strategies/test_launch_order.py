@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from experts.hosts.group import Group
-from harness.faults.planted_faults import step_batches
 from harness.hosts.ranks import run_ranks
+from harness.runs.host_runs import step_batches
 from harness.runs.steppers import make_stepper
 from harness.runs.tiny_model import HostCase, Tiny, random_case
 from orchestrator.train.group.stores import file_store
@@ -81,6 +81,7 @@ def launches_on_host(rank: int, size: int, store: str, cases: Sequence[HostCase]
     return results
 
 
+@pytest.mark.extended
 def test_hosts_launch_collectives_in_one_order() -> None:
     """Experts of any sizes anywhere, hosts without experts, without tokens, without samples."""
     cases = [random_case(seed, 3, torch.float64) for seed in range(8)]

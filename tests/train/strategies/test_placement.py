@@ -17,6 +17,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.host_groups import expert_memory
 from orchestrator.plan.planning import plan
+from orchestrator.record.events.kinds import PlacedHost
 from orchestrator.train.group.world import World
 from orchestrator.train.strategies import placement as placement_module
 from orchestrator.train.strategies.placement import (
@@ -232,12 +233,12 @@ def test_a_decision_is_recorded_with_its_least_even_layer() -> None:
         "placement_hosts": 2,
     }
     event = decision.event(facts)
-    assert event["sentence"] == uneven.sentence() + ", the least even of 2 layers"
-    assert event["hosts"][1] == {"rank": 1, "node": "node1", "name": "b", "speed": 50.0}
-    assert event["layers"][0]["costs"] == [0.1, 0.1, 0.4, 0.2, 0.2]
-    assert [layer["imbalance"] for layer in event["layers"]] == [even.imbalance, uneven.imbalance]
+    assert event.sentence == uneven.sentence() + ", the least even of 2 layers"
+    assert event.hosts[1] == PlacedHost(rank=1, node="node1", name="b", speed=50.0)
+    assert event.layers[0].costs == (0.1, 0.1, 0.4, 0.2, 0.2)
+    assert [layer.imbalance for layer in event.layers] == [even.imbalance, uneven.imbalance]
     one = PlacementDecision((even,), devices, hosts, 1)
-    assert one.event(model(expert_weights=(SIZES,)))["sentence"] == even.sentence()
+    assert one.event(model(expert_weights=(SIZES,))).sentence == even.sentence()
 
 
 def test_a_deterministic_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

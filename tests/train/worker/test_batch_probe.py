@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from harness.fakes.inventories import gpu, machine, model, planned
 from orchestrator.config.settings import Config
@@ -13,10 +14,13 @@ from orchestrator.plan.evolution import grown
 from orchestrator.plan.planning import plan, planned_facts
 from orchestrator.tasks.load import load_task
 from orchestrator.train.data.steps import StepBatch
+from orchestrator.train.group.heartbeat import Heartbeat
 from orchestrator.train.group.world import World
 from orchestrator.train.stepper import Stepper
 from orchestrator.train.worker import batch_probe
-from orchestrator.train.worker.batch_probe import _growth_bytes
+from orchestrator.train.worker.batch_probe import JointProbe, _growth_bytes
+from orchestrator.train.worker.batch_size import SAFE
+from orchestrator.train.worker.placed_experts import PlacedExperts
 from orchestrator.types import GIB
 
 
@@ -42,7 +46,7 @@ def test_memory_is_left_for_experts_that_may_be_born() -> None:
 )
 def test_only_experts_that_may_be_born_need_memory_later(settings: dict[str, Any]) -> None:
     """Copies of weights, recomputed experts and the state of the optimizer are there in measured steps."""
-    facts = model(large_experts=500_000, expert_bytes=2.0**19, expert_input_bytes=2.0**16)
+    facts = model(large_experts=500_000)
     config = Config.of(task="synthetic", evolution="bold", max_experts=8, min_experts=8, **settings)
     chosen = plan(config, machine(gpu()), facts)
     assert chosen.evolution_rules is not None
@@ -62,7 +66,7 @@ def test_the_search_begins_with_the_estimate_of_the_planned_run(monkeypatch: pyt
     batch_probe.find_batch(config, chosen, load_task(config), World.single_process("cuda:0"), facts)
 
     def largest(of: ModelFacts) -> int:
-        return largest_fitting(lambda size: estimate_memory(of, size, False, chosen.memory.limit), 2**17)
+        return largest_fitting(lambda size: estimate_memory(of, size, False, chosen.memory.limit).fits, 2**17)
 
     assert found == [largest(planned_facts(config, facts, chosen))]
     assert found[0] < largest(facts)
@@ -104,3 +108,38 @@ def test_a_probe_has_several_passes_where_the_steps_of_the_run_have(
     monkeypatch.setattr(Stepper, "run", run)
     batch_probe.find_batch(config, chosen, task, World.single_process("cpu"), model())
     assert found[0] == [8] * passes
+
+
+@pytest.mark.parametrize("halvings", [0, 2])
+def test_gpus_that_divide_a_model_begin_below_the_estimate_of_their_part(
+    monkeypatch: pytest.MonkeyPatch, halvings: int
+) -> None:
+    """After a start that ran out of memory they begin with half as much, and stay below what failed."""
+    settings: dict[str, Any] = {"parallel_strategy": "expert_parallel", "workers": 3, "sharding": "zero3"}
+    config = Config.of(task="synthetic", batch_size="auto", samples=16, **settings)
+    facts = model(samples=2**20, parameters=10**9, trainable=10**9)
+    chosen = plan(config, machine(*[gpu(total=40 * GIB)] * 3), facts)
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        batch_probe, "corrected_batch", lambda _probe, _estimate, _limit, *sizes: found.append(sizes)
+    )
+    joint = JointProbe(PlacedExperts(), Heartbeat(), halvings)
+    world = World(0, 3, torch.device("cuda:0"))
+    batch_probe.find_batch(config, chosen, load_task(config), world, facts, joint)
+    limit = chosen.memory.limit
+    assert limit is not None
+    of_run = planned_facts(config, facts, chosen)
+
+    def fits(size: int) -> bool:
+        return estimate_memory(of_run, size, False, None, chosen.model_sharding, True).total <= SAFE * limit
+
+    most = 2**20 // 8 // 3
+    start = largest_fitting(fits, most)
+    assert (
+        8
+        < start
+        < largest_fitting(
+            lambda size: estimate_memory(of_run, size, False, limit, chosen.model_sharding, True).fits, most
+        )
+    )
+    assert found == [(start >> halvings, most if not halvings else (start >> halvings - 1) - 1)]

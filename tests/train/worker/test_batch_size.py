@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from orchestrator.errors import ResourceError
 from orchestrator.train.worker.batch_size import (
     MAX_PROBES,
+    SAFE,
     BatchProbe,
     BatchSizeResult,
+    corrected_batch,
     fastest_batch,
     largest_batch,
 )
@@ -297,3 +299,34 @@ def test_noisy_measurements_still_end_the_search(noise: list[float], half: int, 
     result = fastest_batch(probe, 8, max_useful, math.inf)
     assert result.batch_size in tried
     assert len(tried) <= 2 + math.log2(max(1, max_useful))
+
+
+@settings(max_examples=300, deadline=None)
+@given(device=devices(st.integers(1, 5000)), error=st.floats(-0.06, 0.06), most=st.integers(1, 6000))
+def test_one_probe_corrects_an_estimate_that_is_off_by_six_percent(
+    device: Device, error: float, most: int
+) -> None:
+    """Workers that divide a model cannot survive a probe that runs out of memory."""
+    device = Device(device.capacity, device.base, device.slope)
+    slope = device.slope + error * device.capacity / device.largest()
+    estimate = lambda batch: device.base + max(slope, device.slope / 4) * batch  # noqa: E731
+    start = max(1, min(most, int((SAFE * device.capacity - device.base) / max(slope, device.slope / 4))))
+    result = corrected_batch(device.probe, estimate, device.capacity, start, most)
+    assert device.tried == [start]
+    assert device.fits(result.batch_size)
+    assert result.batch_size <= most
+    assert "one probe of all workers together" in result.reason
+    left = device.capacity - device.need(result.batch_size)
+    assert result.batch_size == most or left <= 0.12 * device.capacity + device.slope
+
+
+def test_a_joint_probe_above_the_limit_goes_down() -> None:
+    device = Device(40.0 * GIB, 4.0 * GIB, 0.5 * GIB)
+    limit = 20.0 * GIB
+    result = corrected_batch(device.probe, lambda batch: 0.3 * GIB * batch, limit, 50, PLENTY)
+    assert device.tried[0] == 50
+    assert 2 <= len(device.tried) <= 3
+    assert device.need(result.batch_size) <= limit
+    assert result.batch_size >= 20
+    with pytest.raises(ResourceError, match="not even a batch of one sample"):
+        corrected_batch(device.probe, lambda batch: 0.3 * GIB * batch, 4.0 * GIB, 2, PLENTY)

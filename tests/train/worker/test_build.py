@@ -18,16 +18,17 @@ from harness.runs.records import by_step
 from harness.runs.tiny_model import Tiny
 from orchestrator import JsonLines
 from orchestrator.checkpoint.files import AVERAGE_SLOT
+from orchestrator.config.sections.parallel import ParallelSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.reading import of_kind, read_events
+from orchestrator.train.evaluation.evaluate import Evaluation
 from orchestrator.train.group.world import World
 from orchestrator.train.loop.loop import Loop
-from orchestrator.train.strategies import building
+from orchestrator.train.strategies import building, ddp
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import persistent_buffers
-from orchestrator.train.strategies.ddp import DDPOptions
 from orchestrator.train.worker import build as build_module
 from orchestrator.train.worker import build_model as build_model_module
 from orchestrator.trainer import Trainer
@@ -66,6 +67,19 @@ def test_experts_move_by_the_memory_that_placed_them(
     assert built == [state_bytes]
 
 
+def test_both_evaluations_count_the_loads_of_changed_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Evaluation, "experts_changed", lambda self: told.append(self.name))
+    log = EventLog(tmp_path / "events.jsonl")
+    training = build_small_training(tmp_path, log, evolution="bold", max_steps=20)
+    assert training.evolution is not None
+    training.evolution._execution._take_over()
+    training.close()
+    assert told == ["evaluate", "evolution"]
+
+
 def test_a_run_resumed_in_mid_epoch_with_another_batch_follows_the_new_number_of_steps(
     tmp_path: Path,
 ) -> None:
@@ -86,12 +100,12 @@ def test_a_run_resumed_in_mid_epoch_with_another_batch_follows_the_new_number_of
 
 
 def test_each_setting_of_ddp_reaches_its_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[DDPOptions] = []
+    given: list[tuple[ParallelSettings, Any]] = []
 
     class Recorded(Strategy):
-        def __init__(self, model: nn.Module, task: Any, _: World, options: DDPOptions, __: Any) -> None:
+        def __init__(self, model: nn.Module, task: Any, _: World, *settings: Any) -> None:
             super().__init__(model, task)
-            given.append(options)
+            given.append((settings[0], settings[2]))
 
     monkeypatch.setattr(building, "DDPStrategy", Recorded)
     config = Config.of(
@@ -101,10 +115,14 @@ def test_each_setting_of_ddp_reaches_its_option(tmp_path: Path, monkeypatch: pyt
     two_workers = replace(World.single_process(), size=2)
     plan = Trainer(task=task, config=Config.of(run_dir=tmp_path), quiet=True).prepare().plan
     build_model_module.build_parts(config, plan, task, two_workers)
-    (options,) = given
-    assert (options.bucket_cap_mb, options.gradient_as_bucket_view) == (7, False)
-    assert (options.static_graph, options.find_unused_parameters) == (True, False)
-    assert options.buffers is persistent_buffers
+    assert given == [(config.parallel, persistent_buffers)]
+    wrapped: list[dict[str, Any]] = []
+    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda _, **options: wrapped.append(options))
+    monkeypatch.setattr(World, "torch_group", lambda *_: None)
+    ddp.DDPStrategy(nn.Linear(2, 2), task, World.single_process(), config.parallel, print)._wrap_model()
+    (options,) = wrapped
+    assert (options["bucket_cap_mb"], options["gradient_as_bucket_view"]) == (7, False)
+    assert (options["static_graph"], options["find_unused_parameters"]) == (True, False)
 
 
 def test_as_many_checkpoints_are_kept_as_asked(tmp_path: Path) -> None:
@@ -114,7 +132,6 @@ def test_as_many_checkpoints_are_kept_as_asked(tmp_path: Path) -> None:
         assert len(list((run_dir / "checkpoints").glob("step_*"))) == keep
 
 
-@pytest.mark.extended
 def test_a_run_resumed_without_an_average_drops_the_saved_one(tmp_path: Path) -> None:
     def has_average(loop: Loop) -> bool:
         states = loop.stepper.optimizer.inner.state.values()

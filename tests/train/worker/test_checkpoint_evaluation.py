@@ -144,6 +144,7 @@ def test_three_hosts_evaluate_experts_that_have_changed(evolved: Path) -> None:
         assert loss == pytest.approx(event["loss"], rel=1e-6)
 
 
+@pytest.mark.extended
 def test_the_average_is_evaluated_on_request(trained: Path, averaged: Path) -> None:
     """Both runs have the same weights; the second one has evaluated their average."""
     expected = evaluations(averaged)[6]

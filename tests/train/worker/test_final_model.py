@@ -22,6 +22,7 @@ from harness.moe.evolving import ListLog
 from harness.runs.loop_runs import SMALL, losses_in
 from harness.runs.records import decoded, made
 from orchestrator.config.settings import Config
+from orchestrator.record.events.kinds import Final
 from orchestrator.record.events.kinds import JsonEvent as Event
 from orchestrator.record.files.event_log import EventLog
 from orchestrator.record.files.log import Log, SilentLog
@@ -32,7 +33,7 @@ from orchestrator.run.prepared_run import PreparedRun
 from orchestrator.tasks.task import Loss, TensorData
 from orchestrator.train.group.stores import file_store
 from orchestrator.train.group.world import World, process_group_world
-from orchestrator.train.worker.final_model import FinalWeights, choose_weights, copy_model, final_model
+from orchestrator.train.worker.final_model import choose_weights, copy_model, final_model
 from orchestrator.train.worker.placed_experts import build_experts
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
@@ -71,8 +72,8 @@ def test_the_best_weights_are_chosen_unless_there_are_none(
 
 def test_an_interrupted_run_keeps_its_last_weights() -> None:
     events = [START, evaluated(10, True), evaluated(20, False), END | {"status": "stopped"}]
-    assert choose_weights(decoded(events), made(events[-1]), False) == FinalWeights(
-        30, "last", "the run can be continued"
+    assert choose_weights(decoded(events), made(events[-1]), False) == Final(
+        step=30, weights="last", reason="the run can be continued"
     )
 
 
@@ -208,6 +209,7 @@ def test_several_workers_end_with_the_best_weights(
     assert_is_final(model, prepared, summary, 1e-5)
 
 
+@pytest.mark.extended
 def test_the_last_weights_are_kept_on_request(evolved: Path) -> None:
     prepared = prepare(evolved, keep_last=True)
     model, _, summary = finish(evolved, prepared)

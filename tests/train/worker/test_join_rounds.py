@@ -30,6 +30,7 @@ def cost_of(counts: list[HostCounts]) -> dict[str, int]:
     }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_rounds_and_store_operations_do_not_grow_with_the_hosts(tmp_path: Path, deterministic: bool) -> None:
     few = cost_of(join_counts(2, tmp_path / "few", deterministic=deterministic))

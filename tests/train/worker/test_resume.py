@@ -30,14 +30,16 @@ from orchestrator.train.worker.resume import StartPoint, _resumed, restore_check
 from orchestrator.trainer import Trainer
 
 
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
-    """Forty random damages."""
+@pytest.mark.extended(but_first=1)
+@pytest.mark.parametrize("num_damages", [10, 40])
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, num_damages: int) -> None:
+    """Random damages, of each kind."""
     _, losses = run_loop(tmp_path / "run", max_steps=8, checkpoint_every=2)
     config = Config.of(**SMALL, resume="auto", run_dir=tmp_path / "run", max_steps=8)
     prepared = Trainer(config=config, quiet=True).prepare()
     generator = random.Random(11)
     kinds = set()
-    for number in range(40):
+    for number in range(num_damages):
         run_dir = tmp_path / f"case{number}"
         checkpoints = run_dir / "checkpoints"
         shutil.copytree(tmp_path / "run" / "checkpoints", checkpoints)

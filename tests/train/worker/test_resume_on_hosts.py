@@ -32,6 +32,7 @@ from orchestrator.checkpoint.hashed_file import HashedReader
 from orchestrator.checkpoint.progress import Progress
 from orchestrator.checkpoint.store import CheckpointStore
 from orchestrator.errors import CheckpointDamaged, UserError
+from orchestrator.record.events.kinds import Event, Resume, SkippedCheckpoint
 from orchestrator.record.files.log import SilentLog
 from orchestrator.train.checkpoint.capture import capture
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
@@ -184,15 +185,15 @@ def damage_experts_of(rank: int, checkpoint: Path) -> str:
 
 class RecordingLog(SilentLog):
     def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
 
-    def write(self, event: str, **fields: Any) -> None:
-        self.events.append({"event": event, **fields})
+    def write(self, *events: Event) -> None:
+        self.events += events
 
 
 def recover_on_host(
     rank: int, size: int, store_path: str, folder: Path, snapshots: HostSnapshots
-) -> tuple[HostPart, dict[str, Any]]:
+) -> tuple[HostPart, Event]:
     """Resume as after a failure, with snapshots of step 3 and a newer checkpoint."""
     with process_group_world(file_store(store_path, size), rank, size, CPU, "gloo", 60) as world:
         stepper, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2, world=world, host_of=HOST_OF)
@@ -209,7 +210,7 @@ def test_a_checkpoint_newer_than_the_snapshots_is_taken_if_it_is_good(folder: Pa
     merged = merge_parts([part for part, _ in results])
     assert_same_contents(without_random(merged), without_random(load(folder / "step_00000004")))
     for _, event in results:
-        assert event == {"event": "resume", "step": 4, "path": "step_00000004", "skipped": []}
+        assert event == Resume(step=4, path="step_00000004")
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -221,10 +222,9 @@ def test_snapshots_are_taken_before_checkpoints_older_than_they(
     results = run_ranks(recover_on_host, 3, folder, saved[1])
     merged = merge_parts([part for part, _ in results])
     assert_same_contents(without_random(merged), without_random(merge_all(saved[1])))
-    skipped = [{"path": "step_00000004", "reason": damage}]
+    skipped = (SkippedCheckpoint("step_00000004", damage),)
     for _, event in results:
-        expected = {"step": 3, "path": None, "skipped": skipped, "source": "memory"}
-        assert event == {"event": "resume", **expected}
+        assert event == Resume(step=3, skipped=skipped, source="memory")
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["abandoned_step_00000004", "step_00000002"], "it must not outrank the next snapshots"
 

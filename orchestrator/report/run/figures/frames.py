@@ -72,7 +72,7 @@ def steps_frame(record: RunRecord) -> Frame:
     """Return one row per step, with the evaluations joined."""
     steps = _event_frame(record, "steps")
     evaluations = _event_frame(record, "evaluations")
-    scores = evaluations.drop(columns=["time", "epoch", "samples", "seconds", "best"])
+    scores = evaluations.drop(columns=["time", "epoch", "samples", "bad_samples", "seconds", "best"])
     names = {name: _free_name(f"validation_{name}", steps.columns) for name in scores.columns}
     return steps.join(scores.rename(columns=names))
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import UserError
-from orchestrator.record.experts.expert_graph import graph_of_epochs
+from orchestrator.record.events.kinds import ExpertChange, ExpertGraph, GraphLayer
+from orchestrator.record.experts.expert_changes import graph_of_epochs
 from orchestrator.record.files.event_log import encode_event
 from orchestrator.report.draw.image import png
-from orchestrator.report.draw.write import write_whole
-from orchestrator.report.graph.networks import to_json, to_networkx
-from orchestrator.report.graph.plot import graph_picture
-from orchestrator.report.graph.view import graph_views, spread
+from orchestrator.report.graph.drawing import graph_picture, graph_views, spread
 from orchestrator.report.run.figures.read import RunRecord, read_run_record
+from orchestrator.storage.local_files import write_whole
 
 if TYPE_CHECKING:
     from networkx import MultiGraph
@@ -64,3 +64,52 @@ def read_expert_graph(folder: str | Path, epoch: int | None = None) -> MultiGrap
         known = ", ".join(map(str, of_epoch))
         raise UserError(f"the run {folder} has no graph of epoch {epoch}; it has {known}")
     return to_networkx(graphs[-1] if epoch is None else of_epoch[epoch])
+
+
+def to_networkx(graph: ExpertGraph) -> MultiGraph:
+    """Return a graph whose nodes are (layer, expert id), with the expert's figures as attributes.
+
+    The key of an edge is its kind: coactivation and similarity have a ``value``, parentage the
+    ``parent``."""
+    from networkx import MultiGraph
+
+    network = MultiGraph(
+        step=graph.step, epoch=graph.shown_epoch, layers={each.layer: each.name for each in graph.layers}
+    )
+    for layer in graph.layers:
+        _add_layer(network, layer)
+    return network
+
+
+def _add_layer(network: MultiGraph, layer: GraphLayer) -> None:
+    index = layer.layer
+    for expert in layer.experts:
+        network.add_node((index, expert.id), layer=index, **vars(expert))
+    for kind, pairs in (("coactivation", layer.coactivation), ("similarity", layer.similarity)):
+        for pair in pairs:
+            network.add_edge((index, pair.first), (index, pair.second), key=kind, kind=kind, value=pair.value)
+    for expert in layer.experts:
+        for parent in set(expert.parents) & set(layer.ids):
+            nodes = ((index, parent), (index, expert.id))
+            network.add_edge(*nodes, key="parentage", kind="parentage", parent=parent)
+
+
+def to_json(graphs: Sequence[ExpertGraph], changes: Sequence[ExpertChange]) -> dict[str, Any]:
+    """Return all graphs and changes of a run as plain values, with the pairs as in the events."""
+    return {
+        "graphs": [
+            {"step": graph.step, "epoch": graph.shown_epoch, "layers": list(map(_layer_json, graph.layers))}
+            for graph in graphs
+        ],
+        "changes": [vars(change) for change in changes],
+    }
+
+
+def _layer_json(layer: GraphLayer) -> dict[str, Any]:
+    return {
+        "layer": layer.layer,
+        "name": layer.name,
+        "experts": [vars(expert) for expert in layer.experts],
+        "coactivation": layer.coactivation,
+        "similarity": layer.similarity,
+    }

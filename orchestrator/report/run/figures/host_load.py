@@ -21,7 +21,8 @@ from orchestrator.record.experts.host_balance import (
 from orchestrator.record.experts.placements import RecordedHost, RecordedLayer, RecordedPlacement
 from orchestrator.record.summary.speed import after_warm_up
 from orchestrator.report.run.figures.read import RunRecord, cached_on_record
-from orchestrator.report.run.figures.stats import plural, speed
+from orchestrator.report.run.figures.stats import speed
+from orchestrator.types import counted
 
 HOST_MAX_LOG2 = 1.0
 """The colours of host use range from half to twice the mean: hosts should be balanced, experts need not."""
@@ -268,5 +269,5 @@ def num_experts_text(load: HostLoad, index: int) -> str:
     """Return the number of experts on a host: '8 experts per layer', '6 to 10 experts per layer'."""
     counts = [len(layer.placement.held_by(index)) for layer in load.layers]
     if min(counts) == max(counts):
-        return plural(counts[0], "expert", "experts") + " per layer"
+        return counted(counts[0], "expert") + " per layer"
     return f"{min(counts)} to {max(counts)} experts per layer"

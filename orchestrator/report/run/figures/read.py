@@ -28,8 +28,7 @@ from orchestrator.record.events.sessions import (
     of_type,
     split_sessions,
 )
-from orchestrator.record.experts.expert_changes import expert_changes
-from orchestrator.record.experts.expert_graph import expert_graphs
+from orchestrator.record.experts.expert_changes import expert_changes, expert_graphs
 from orchestrator.record.files.reading import is_shallow, stream_events
 from orchestrator.record.summary.index import read_fold
 from orchestrator.record.summary.totals import Totals

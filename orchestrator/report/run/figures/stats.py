@@ -13,7 +13,7 @@ from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Compile, Evaluation, Memory, Monitor, Start, Step
 from orchestrator.record.summary.speed import Speed, after_warm_up
 from orchestrator.report.run.figures.read import RunRecord, cached_on_record, entries, section
-from orchestrator.types import MEMORY_PARTS, PHASES
+from orchestrator.types import MEMORY_PARTS, PHASES, counted
 
 OTHER = "other"
 
@@ -272,7 +272,7 @@ def workers_text(record: RunRecord) -> str:
     if start.sharding not in (None, "none"):
         parts.append(f"sharding {start.sharding}")
     if start.nodes is not None:
-        parts.append(f"on {plural(start.nodes, 'node', 'nodes')}")
+        parts.append(f"on {counted(start.nodes, 'node')}")
     if len(set(start.shares)) > 1:
         parts.append("shares " + " / ".join(f"{share:.0%}" for share in start.shares))
     return ", ".join(parts)
@@ -289,9 +289,5 @@ def non_finite_text(record: RunRecord) -> str | None:
     totals = record.totals
     if not totals.num_non_finite:
         return None
-    steps = plural(totals.num_non_finite, "step", "steps")
+    steps = counted(totals.num_non_finite, "step")
     return f"the loss of {steps}, first at step {totals.first_non_finite}"
-
-
-def plural(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"

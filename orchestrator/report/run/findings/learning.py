@@ -15,17 +15,10 @@ from orchestrator.config.metric import Criterion
 from orchestrator.record.events.decoding import finite
 from orchestrator.record.events.kinds import Evaluation
 from orchestrator.record.summary.totals import NUM_FIRST
+from orchestrator.report.run.figures import stats
 from orchestrator.report.run.figures.outcome import score_text
 from orchestrator.report.run.figures.panels import Points
 from orchestrator.report.run.figures.read import RunRecord, cached_on_record
-from orchestrator.report.run.figures.stats import (
-    best_evaluation,
-    non_finite_text,
-    plural,
-    score_number,
-    values,
-    watched_criterion,
-)
 from orchestrator.report.run.figures.trend import NUM_WINDOWS, Trend, noise, trend, window_means
 from orchestrator.report.run.findings.finding import Finding
 from orchestrator.report.run.findings.learning_advice import (
@@ -37,6 +30,7 @@ from orchestrator.report.run.findings.learning_advice import (
     overfitting_advice,
     shorter_advice,
 )
+from orchestrator.types import counted
 
 MIN_STEPS = 2 * NUM_WINDOWS
 MIN_EVALUATIONS = 5
@@ -83,7 +77,7 @@ def _diverged(record: RunRecord) -> Finding | None:
     advice = divergence_advice(record)
     last = record.steps[-1].loss if record.steps else None
     if last is not None and not math.isfinite(last):
-        return Finding("diverged", (f"nan or infinite: {non_finite_text(record)}",), advice)
+        return Finding("diverged", (f"nan or infinite: {stats.non_finite_text(record)}",), advice)
     means = window_means(_training_points(record))
     if len(means) < NUM_WINDOWS:
         return None
@@ -95,7 +89,7 @@ def _diverged(record: RunRecord) -> Finding | None:
         return None
     evidence = (
         f"the training loss was lowest at step {lowest_step:.0f} ({score_text(lowest)}) "
-        f"and {score_text(end)} at the end (means of {plural(len(means), 'part', 'parts')} of the run)"
+        f"and {score_text(end)} at the end (means of {counted(len(means), 'part')} of the run)"
     )
     return Finding("diverged", (evidence,), advice)
 
@@ -105,17 +99,21 @@ def _too_short(record: RunRecord) -> Finding | None:
     num_evaluations = len(_validation_points(record))
     if num_steps >= MIN_STEPS or num_evaluations >= MIN_EVALUATIONS:
         return None
-    found = f"{plural(num_steps, 'step', 'steps')} and {plural(num_evaluations, 'evaluation', 'evaluations')}"
+    steps = counted(num_steps, "step")
+    evaluations = counted(num_evaluations, "evaluation")
     return Finding(
         "too short",
-        (f"{found} recorded; a verdict needs {MIN_STEPS} steps or {MIN_EVALUATIONS} evaluations",),
+        (
+            f"{steps} and {evaluations} recorded; "
+            f"a verdict needs {MIN_STEPS} steps or {MIN_EVALUATIONS} evaluations",
+        ),
         (longer_advice(record),),
     )
 
 
 def _worse_validation(record: RunRecord) -> Finding | None:
     """Return that the validation became worse: overfitting if the training loss fell meanwhile."""
-    criteria = dict.fromkeys((watched_criterion(record), Criterion("loss", "min")))
+    criteria = dict.fromkeys((stats.watched_criterion(record), Criterion("loss", "min")))
     declines = [decline for criterion in criteria if (decline := _decline(record, criterion)) is not None]
     declines = declines or [decline for decline in (_rise(record),) if decline is not None]
     if not declines:
@@ -137,9 +135,9 @@ def _worse_validation(record: RunRecord) -> Finding | None:
 
 def _decline(record: RunRecord, criterion: Criterion) -> _Decline | None:
     """Return how far a metric became worse after its best value; None if that may be noise."""
-    known = [event for event in record.evaluations if score_number(event, criterion.name) is not None]
+    known = [event for event in record.evaluations if stats.score_number(event, criterion.name) is not None]
     # Larger is better here, whatever the metric.
-    scores = [criterion.score(score_number(event, criterion.name) or 0.0) for event in known]
+    scores = [criterion.score(stats.score_number(event, criterion.name) or 0.0) for event in known]
     if len(scores) < MIN_EVALUATIONS:
         return None
     best_index = max(range(len(scores)), key=scores.__getitem__)
@@ -152,11 +150,11 @@ def _decline(record: RunRecord, criterion: Criterion) -> _Decline | None:
     least = MIN_RISE.get(criterion.name, MIN_RISE_OF_OTHERS) * abs(best)
     if fall < max(least, NOISE_FACTOR * noise(scores)):
         return None
-    best_value = score_number(known[best_index], criterion.name) or 0.0
+    best_value = stats.score_number(known[best_index], criterion.name) or 0.0
     now = median(later) if best_value == best else -median(later)
     change = abs(now - best_value) / max(1e-12, abs(best_value))
     verb = "rose" if now > best_value else "fell"
-    times = plural(len(later), "evaluation", "evaluations")
+    times = counted(len(later), "evaluation")
     text = (
         f"validation {criterion.name} was best at step {known[best_index].step} "
         f"({score_text(best_value)}), "
@@ -169,7 +167,7 @@ def _rise(record: RunRecord) -> _Decline | None:
     """Return a validation loss that rises steadily to the end, although an early one was lower by chance."""
     points = _validation_points(record)
     course = trend(points, points[0][1]) if len(points) >= MIN_EVALUATIONS else None
-    best = best_evaluation(record)
+    best = stats.best_evaluation(record)
     if course is None or best is None or -course.fall - course.margin < MIN_RISE["loss"]:
         return None
     return _Decline(best, f"{_course_text('validation loss', course, True)}; {_best_text(record)[0]}")
@@ -179,9 +177,9 @@ def _training_losses(record: RunRecord, best_step: int) -> tuple[float, float] |
     """Return the mean training loss of the steps before the best evaluation, and of as many at the end."""
     steps = [event.step for event in record.evaluations]
     before = max((step for step in steps if step < best_step), default=0)
-    until_best = values((e for e in record.steps if before < e.step <= best_step), "loss")
+    until_best = stats.values((e for e in record.steps if before < e.step <= best_step), "loss")
     end = record.steps[-1].step if record.steps else 0
-    last = values((e for e in record.steps if e.step > end - max(1, best_step - before)), "loss")
+    last = stats.values((e for e in record.steps if e.step > end - max(1, best_step - before)), "loss")
     return (fmean(until_best), fmean(last)) if until_best and last else None
 
 
@@ -228,7 +226,7 @@ def _course(record: RunRecord) -> Finding:
     name = "validation loss" if by_validation else "training loss"
     evidence = [_course_text(name, course, by_validation)]
     if not by_validation:
-        found = plural(len(validation), "evaluation", "evaluations")
+        found = counted(len(validation), "evaluation")
         evidence.append(f"{found}: overfitting shows from {MIN_EVALUATIONS} on")
     if course.fall > max(MIN_FALL, course.margin):
         return Finding("still falling", tuple(evidence), (longer_advice(record),))
@@ -254,11 +252,11 @@ def _course_text(name: str, course: Trend, by_validation: bool) -> str:
 
 
 def _best_text(record: RunRecord) -> tuple[str, ...]:
-    best = best_evaluation(record)
+    best = stats.best_evaluation(record)
     if best is None:
         return ()
-    name = watched_criterion(record).name
-    value = score_text(score_number(best, name))
+    name = stats.watched_criterion(record).name
+    value = score_text(stats.score_number(best, name))
     return (f"validation {name} was best at step {best.step} ({value})",)
 
 
@@ -269,7 +267,7 @@ def _training_points(record: RunRecord) -> Points:
 
 
 def _validation_points(record: RunRecord) -> Points:
-    known = [(float(event.step), score_number(event, "loss")) for event in record.evaluations]
+    known = [(float(event.step), stats.score_number(event, "loss")) for event in record.evaluations]
     return [(step, loss) for step, loss in known if loss is not None]
 
 

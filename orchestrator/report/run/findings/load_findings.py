@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orchestrator.record.events.kinds import Compile, OutOfMemory
+from orchestrator.report.run.figures import stats
 from orchestrator.report.run.figures.host_load import UNEVEN, host_load
 from orchestrator.report.run.figures.read import RunRecord, section
-from orchestrator.report.run.figures.stats import (
-    flops_per_second,
-    gpu_utilization,
-    is_compiled,
-    memory,
-    phase_seconds,
-    plural,
-    shares,
-    speed,
-)
 from orchestrator.report.run.findings.finding import MAX_ADVICE, Finding
-from orchestrator.types import bytes_text, flops_text, seconds_text
+from orchestrator.types import bytes_text, counted, flops_text, seconds_text
 
 # A GPU with less than this utilization, in percent, and shorter steps than this waits for Python.
 IDLE_UTILIZATION = 50.0
@@ -31,9 +22,9 @@ def out_of_memory_finding(record: RunRecord) -> Finding | None:
     if not ooms:
         return None
     micro_batch = ooms[-1].next_micro_batch or "?"
-    steps = plural(len(ooms), "step", "steps")
+    steps = counted(len(ooms), "step")
     evidence = [f"{steps} ran out of memory; the micro-batch ended at {micro_batch}"]
-    peak = memory(record)
+    peak = stats.memory(record)
     if peak is not None and peak.limit:
         evidence.append(f"peak {bytes_text(peak.allocated)} of {bytes_text(peak.limit)} allowed")
     # The run has refuted the plan's estimate, so what the plan rejected may help.
@@ -41,7 +32,7 @@ def out_of_memory_finding(record: RunRecord) -> Finding | None:
 
 
 def near_limit_finding(record: RunRecord) -> Finding | None:
-    peak = memory(record)
+    peak = stats.memory(record)
     if peak is None or not peak.limit or peak.allocated < NEAR_LIMIT * peak.limit:
         return None
     share = peak.allocated / peak.limit
@@ -70,8 +61,8 @@ def _half_precision_advice(record: RunRecord) -> tuple[str, ...]:
 
 def python_finding(record: RunRecord) -> Finding | None:
     """Return a GPU that waits for Python to launch its work."""
-    use = gpu_utilization(record)
-    measured = speed(record)
+    use = stats.gpu_utilization(record)
+    measured = stats.speed(record)
     if not record.on_gpu or use is None or measured is None:
         return None
     if use >= IDLE_UTILIZATION or measured.median_step_s >= SHORT_STEP_S:
@@ -97,7 +88,7 @@ def larger_batch_advice(record: RunRecord, gain: str) -> tuple[str, ...]:
 
 def _compile_advice(record: RunRecord, text: str) -> tuple[str, ...]:
     """Advise compilation, unless the run was compiled, failed to compile, or its plan rejects it."""
-    was_tried = is_compiled(record) or bool(record.of(Compile))
+    was_tried = stats.is_compiled(record) or bool(record.of(Compile))
     return () if was_tried or record.rejects("compile", "on") else (text,)
 
 
@@ -183,8 +174,8 @@ def _fewer_updates_advice(record: RunRecord, parts: Mapping[str, float]) -> tupl
 
 def compute_finding(record: RunRecord) -> Finding | None:
     """Return that most of the time goes into the model itself, if anything was measured."""
-    parts = shares(phase_seconds(record))
-    use = gpu_utilization(record)
+    parts = stats.shares(stats.phase_seconds(record))
+    use = stats.gpu_utilization(record)
     if not parts and use is None:
         return None
     evidence = []
@@ -192,7 +183,7 @@ def compute_finding(record: RunRecord) -> Finding | None:
         evidence.append(_largest_part(parts))
     if record.on_gpu and use is not None:
         evidence.append(f"the GPU is busy {use:.0f}% of the time")
-    rate = flops_per_second(record)
+    rate = stats.flops_per_second(record)
     if rate is not None:
         evidence.append(f"{flops_text(rate)}/s by the plan's count of operations")
     fewer_updates = _fewer_updates_advice(record, parts)

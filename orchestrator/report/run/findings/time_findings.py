@@ -6,11 +6,11 @@ from __future__ import annotations
 from orchestrator.record.events.kinds import Failure
 from orchestrator.report.run.figures.host_load import exchange_cost
 from orchestrator.report.run.figures.read import RunRecord, section
-from orchestrator.report.run.figures.stats import phase_seconds, plural, shares, wall_seconds
+from orchestrator.report.run.figures.stats import phase_seconds, shares, wall_seconds
 from orchestrator.report.run.findings.finding import Finding, merge
 from orchestrator.report.run.findings.load_findings import larger_batch_advice, placement_advice
 from orchestrator.strategies import recorded_strategy
-from orchestrator.types import bytes_text, seconds_text
+from orchestrator.types import bytes_text, counted, seconds_text
 
 # Shares of a step (data, communication) or of the run (the others) from which a cause counts.
 DATA_SHARE = 0.25
@@ -62,7 +62,7 @@ def recovery_finding(record: RunRecord) -> Finding | None:
     causes = [_CAUSES.get(kind, kind) for kind in kinds]
     after = f" after {', '.join(causes[:3])}" if causes else ""
     evidence = (
-        f"{share:.0%} of the run was spent on {plural(num_recoveries, 'recovery', 'recoveries')} "
+        f"{share:.0%} of the run was spent on {counted(num_recoveries, 'recovery', 'recoveries')} "
         f"({seconds_text(seconds)} each){after}"
     )
     advice = ["see why workers were lost: What happened below, and logs/ in the run folder"]
@@ -77,7 +77,7 @@ def recovery_finding(record: RunRecord) -> Finding | None:
         flag = "--snapshot-every" if from_memory else "--checkpoint-every"
         # A failure costs half an interval on average, so half the interval halves the loss.
         interval = max(1, record.replayed_steps // num_recoveries // 2)
-        repeated = plural(record.replayed_steps, "step was", "steps were")
+        repeated = counted(record.replayed_steps, "step was", "steps were")
         advice.append(f"{flag} {interval}: {repeated} done twice")
     return Finding("recovery", (evidence,), tuple(advice))
 

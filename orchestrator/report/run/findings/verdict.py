@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from orchestrator.report.run.figures.expert_load import busiest_layer, idlest_layer, layer_loads
 from orchestrator.report.run.figures.read import RunRecord, cached_on_record
-from orchestrator.report.run.figures.stats import plural
 from orchestrator.report.run.findings.finding import MAX_ADVICE, Finding
 from orchestrator.report.run.findings.load_findings import (
+    balance_advice,
     compute_finding,
     imbalance_finding,
     near_limit_finding,
@@ -25,6 +26,7 @@ from orchestrator.report.run.findings.time_findings import (
     evaluation_finding,
     recovery_finding,
 )
+from orchestrator.types import counted
 
 MIN_STEPS = 10
 """Fewer steps are mostly start-up costs: no verdict."""
@@ -61,7 +63,7 @@ def verdict(record: RunRecord) -> Finding:
 
 
 def _too_short(record: RunRecord) -> Finding:
-    steps = plural(record.totals.num_steps, "step", "steps")
+    steps = counted(record.totals.num_steps, "step")
     return Finding(
         "unknown",
         (f"{steps} recorded; a verdict needs {MIN_STEPS}, since the first ones include start-up costs",),
@@ -78,3 +80,36 @@ def _unmeasured(record: RunRecord) -> Finding:
             "--profile traces a few steps, operation by operation",
         ),
     )
+
+
+EXPERT_IMBALANCE = 2.0
+"""Ratio of the busiest expert to the even share, once the gate has settled."""
+IDLE_SHARE = 0.25
+"""Part of a layer's experts that are idle."""
+
+
+def uneven_experts_finding(record: RunRecord) -> Finding | None:
+    """Return an expert with far more than its share, or many with none.
+
+    With few experts or a large top-k only the second can occur. It costs little time on one device, but
+    experts with few tokens learn little."""
+    if record.totals.num_steps < MIN_STEPS:
+        return None
+    layers = layer_loads(record)
+    evidence = []
+    busiest = busiest_layer(layers)
+    if busiest is not None and busiest[1] >= EXPERT_IMBALANCE:
+        layer, ratio = busiest
+        evidence.append(f"the busiest expert of layer {layer} receives {ratio:.1f} times its even share")
+    idlest = idlest_layer(layers)
+    if idlest is not None and idlest[1] >= IDLE_SHARE * idlest[2]:
+        layer, num_idle, num_experts = idlest
+        evidence.append(f"{num_idle} of {num_experts} experts of layer {layer} receive almost no tokens")
+    if not evidence:
+        return None
+    advice = [balance_advice(record)]
+    sizes = {"experts": "fewer --experts", "top_k": "a larger --top-k"}
+    changes = [text for name, text in sizes.items() if record.takes(name)]
+    if changes:
+        advice.append(f"{', or '.join(changes)}, if some stay idle to the end")
+    return Finding("uneven experts", tuple(evidence), tuple(advice))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from experts.transformers.files.fingerprint import fingerprint
+from experts.transformers.files.shards import fingerprint
 from harness.lm.families import build
 
 

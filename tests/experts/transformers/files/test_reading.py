@@ -119,7 +119,7 @@ def test_weights_are_converted_to_the_types_of_the_model(dtype: torch.dtype, tmp
 
 
 def test_large_tensors_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(reading, "PIECE_BYTES", 100)
     expected = loaded(saved(tmp_path, "DeepSeek-V3"))
     model = host(tmp_path)
     progress: list[tuple[int, int]] = []

@@ -22,7 +22,6 @@ from experts.transformers.lora.adapters import (
 )
 from experts.transformers.lora.targets import find_targets
 from experts.transformers.registration import restore, use
-from harness.faults.planted_faults import by_expert
 from harness.hosts.ranks import run_ranks
 from harness.lm.families import EXPERTS, FAMILIES, build, tokens
 from harness.lm.lora_runs import (
@@ -36,6 +35,7 @@ from harness.lm.lora_runs import (
     train_peft,
     worst,
 )
+from harness.runs.host_runs import by_expert
 from orchestrator.train.group.world import World
 
 
@@ -85,6 +85,7 @@ def test_workers_in_data_parallel_train_the_adapters_of_one_process() -> None:
         assert worst(in_peft_names([worker.weights]), expected.weights) <= 1e-9
 
 
+@pytest.mark.extended
 def test_dropout_is_the_same_on_hosts_and_in_micro_batches_of_any_size() -> None:
     options = replace(OPTIONS, dropout=0.4)
     expected = train_lora("DeepSeek-V3", World.single_process(), options=options)

@@ -16,9 +16,9 @@ from experts.transformers.files.shards import open_shards
 from experts.transformers.lora.adapters import merge_lora
 from experts.transformers.lora.merged import FrozenWeights, MergedWeights
 from experts.transformers.registration import use
-from harness.faults.planted_faults import by_expert
 from harness.lm.families import FAMILIES, build
 from harness.lm.lora_runs import OPTIONS, LoraTask
+from harness.runs.host_runs import by_expert
 from harness.storage.model_files import on_meta
 
 

@@ -25,6 +25,7 @@ def test_each_epoch_has_a_picture(tmp_path):
     assert len(json.loads(written[-1].read_text())["graphs"]) == 6
 
 
+@pytest.mark.extended
 def test_the_files_are_part_of_the_report(tmp_path):
     names = [path.name for path in draw_report(write_evolving_run(tmp_path))]
     assert "knowledge_graph_epoch_4.png" in names
@@ -32,6 +33,7 @@ def test_the_files_are_part_of_the_report(tmp_path):
     assert names[-1] == "report.html"
 
 
+@pytest.mark.extended
 def test_the_same_record_gives_the_same_picture(tmp_path):
     first, second = (
         write_graph_files(evolving_record(tmp_path / name), tmp_path / name)[1].read_bytes() for name in "ab"
@@ -39,6 +41,7 @@ def test_the_same_record_gives_the_same_picture(tmp_path):
     assert first == second
 
 
+@pytest.mark.extended
 def test_of_many_epochs_some_are_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(graph_files, "MAX_PICTURES", 2)
     written = write_graph_files(evolving_record(tmp_path), tmp_path)

@@ -15,8 +15,10 @@ def test_events_are_in_order(tmp_path):
     record = run_record(tmp_path, run)
     assert kinds(record) == ["compilation", "warning", "out of memory", "checkpoint", "failure", "end"]
     rows = {row.kind: row for row in timeline_rows(record)}
-    assert rows["out of memory"].text == "micro-batch of 64 did not fit in backward; continued with 32"
-    assert rows["checkpoint"].text == "checkpoints/step_00000040 (2.3 MiB, 50 ms)"
+    assert rows["out of memory"].text == (
+        "out of memory at step 1 (backward) with a micro-batch of 64; continuing with 32"
+    )
+    assert rows["checkpoint"].text == "saved step_00000040 (2.3 MiB, 50 ms)"
     assert rows["end"].tone == "bad"
 
 
@@ -34,14 +36,14 @@ def test_a_resume_names_skipped_checkpoints(tmp_path):
         "skipped": [{"path": "c/8", "reason": "hash differs"}],
     }
     (row,) = timeline_rows(events_record(tmp_path, [event]))
-    assert row.text == "continued from c/4; skipped c/8: hash differs"
+    assert row.text == "resumed at step 4 from c/4; skipped c/8: hash differs"
 
 
 def test_a_resume_from_memory_says_so(tmp_path):
     (row,) = timeline_rows(
         events_record(tmp_path, [{"event": "resume", "step": 4, "path": None, "source": "memory"}])
     )
-    assert row.text == "continued from snapshots in memory"
+    assert row.text == "resumed at step 4 from snapshots in memory"
 
 
 def test_a_recovery_is_shown_with_its_parts(tmp_path):
@@ -54,7 +56,7 @@ def test_a_recovery_is_shown_with_its_parts(tmp_path):
         "(detect 1.23 s, regroup 9.84 s, restore 1.23 s); a worker was lost"
     )
     assert rows["recovery"].step == 20
-    assert rows["checkpoint"].text.endswith("(2.3 MiB, 50 ms, training blocked for 5 ms of it)")
+    assert rows["checkpoint"].text.endswith("(2.3 MiB, 50 ms, training blocked for 5 ms)")
 
 
 def test_a_placement_is_shown_by_its_sentence(tmp_path):
@@ -79,7 +81,7 @@ def test_markup_in_a_message_stays_text(tmp_path):
 def test_an_interval_of_snapshots_is_shown_with_its_reason(tmp_path):
     event = {"event": "snapshot_interval", "step": 25, "every": 50, "reason": "2% of the time"}
     (row,) = timeline_rows(events_record(tmp_path / "a", [event]))
-    assert (row.kind, row.step, row.text) == ("snapshots", 25, "every 50 steps: 2% of the time")
+    assert (row.kind, row.step, row.text) == ("snapshots", 25, "snapshots every 50 steps: 2% of the time")
 
 
 def test_changes_of_experts_are_shown(tmp_path):

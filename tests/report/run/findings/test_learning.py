@@ -108,6 +108,7 @@ def test_other_runs_are_not_called_overfitted(
     assert learning_finding(record_of(tmp_path, training, validation)).kind != "overfitting"
 
 
+@pytest.mark.extended
 def test_noise_is_seldom_taken_for_overfitting(tmp_path: Path) -> None:
     """A plateau with noise: the best of the evaluations is chance, and those after it are worse."""
     draw = random.Random(0)
@@ -118,6 +119,7 @@ def test_noise_is_seldom_taken_for_overfitting(tmp_path: Path) -> None:
     assert num_found <= 10
 
 
+@pytest.mark.extended
 def test_overfitting_is_seen_through_noise(tmp_path: Path) -> None:
     draw = random.Random(0)
     num_found = 0

@@ -9,8 +9,7 @@ import pytest
 
 from harness.fakes.fake_events import FakeRun, run_events
 from harness.fakes.fake_run import events_record, run_record
-from orchestrator.report.run.findings.quality_findings import uneven_experts_finding
-from orchestrator.report.run.findings.verdict import MIN_STEPS
+from orchestrator.report.run.findings.verdict import MIN_STEPS, uneven_experts_finding
 from orchestrator.report.run.sections import verdict_cards
 from orchestrator.report.run.text import performance_summary
 
