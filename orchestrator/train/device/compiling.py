@@ -43,6 +43,9 @@ class Compiled:
         by_shape: bool = False,
     ) -> None:
         """``by_shape`` compiles code for each shape: else that for one may follow the shapes seen before."""
+        # Torch keeps the code of all runs of a process together: past its limit it would leave the modules of a
+        # later run uncompiled, and shapes seen in an earlier run would decide on the code of this one.
+        _forget_compiled_code()
         self._dynamic = False if by_shape else None
         self.modules = _modules_to_compile(model, parts)
         self._copies = copies
@@ -83,8 +86,7 @@ class Compiled:
         for module in self.modules:
             handle: Any = module
             handle._compiled_call_impl = None
-        with _kept_callbacks():
-            torch._dynamo.reset()
+        _forget_compiled_code()
         self.close()
 
     def close(self) -> None:
@@ -182,14 +184,13 @@ def report_compilation(heartbeat: Heartbeat) -> Iterator[None]:
             callback_handler.remove_end_callback(end)
 
 
-@contextmanager
-def _kept_callbacks() -> Iterator[None]:
-    """Keep the callbacks of compilations, which a reset of the compiler drops."""
+def _forget_compiled_code() -> None:
+    """Reset the compiler, but for the callbacks of compilations."""
     from torch._dynamo.callback import callback_handler
 
     start_callbacks = list(callback_handler.start_callbacks)
     end_callbacks = list(callback_handler.end_callbacks)
-    yield
+    torch._dynamo.reset()
     callback_handler.start_callbacks[:] = start_callbacks
     callback_handler.end_callbacks[:] = end_callbacks
 

@@ -15,6 +15,9 @@ from orchestrator.plan.inventory.hardware import set_environment
 from orchestrator.plan.planning import Plan
 from orchestrator.train.device.memory import keep_freed_memory, limit_memory
 
+_ALL_SHAPES = 1_000_000
+"""Of torch's limits of code for one function: with 8 shapes, the ninth would not be compiled."""
+
 
 @contextmanager
 def torch_settings(config: Config, plan: Plan, device: torch.device) -> Iterator[None]:
@@ -57,19 +60,24 @@ def torch_settings(config: Config, plan: Plan, device: torch.device) -> Iterator
 
 @contextmanager
 def _untimed_compiler(wanted: bool) -> Iterator[None]:
-    """Keep the compiler from choosing kernels by their time, which differs from one worker to the next."""
+    """Keep the compiler from choosing kernels by their time, which differs from one worker to the next, and
+    from giving up after some shapes, of which workers see others first."""
     if not wanted:
         yield
         return
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
     import torch._inductor.config as inductor  # takes a second
 
-    settings: Any = inductor
-    before = settings.deterministic
-    settings.deterministic = True
-    try:
+    compiler: Any = dynamo
+    autograd: Any = functorch
+    kernels: Any = inductor
+    limits = {"recompile_limit": _ALL_SHAPES, "accumulated_recompile_limit": _ALL_SHAPES}
+    # Torch keeps these settings per thread. A backward pass that is compiled when it is first needed would be
+    # compiled in the thread of its device, without them.
+    at_once = autograd.patch(force_non_lazy_backward_lowering=True)
+    with compiler.patch(limits), kernels.patch(deterministic=True), at_once:
         yield
-    finally:
-        settings.deterministic = before
 
 
 @contextmanager

@@ -38,6 +38,24 @@ def test_recompilations_are_counted_and_named_but_not_printed(capfd: pytest.Capt
     assert "Recompiling" not in "".join(capfd.readouterr())
 
 
+def test_a_model_is_compiled_whatever_its_process_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch stops at eight forms of one function, and keeps those of models that are gone."""
+    graphs: list[int] = []
+
+    def counting(graph: Any, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    real = importlib.import_module("torch._dynamo").optimize
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(counting, dynamic=False)(call))
+    for width in range(1, 12):
+        model = nn.Sequential(nn.Linear(width, 3))
+        compiled = Compiled(model, "default", "all")
+        model(torch.ones(2, width))
+        compiled.close()
+        assert len(graphs) == width
+
+
 def test_undo_restores_the_plain_model() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     names = set(model.state_dict())

@@ -46,3 +46,23 @@ def test_choices_of_the_plan_reach_torch_and_end_with_the_run(
         }
     assert state_of_torch() == before
     assert fractions == [0.5, 1.0]
+
+
+def test_a_run_that_repeats_compiles_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past torch's limit a shape would be computed by other kernels, on the workers that see it last."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    config = Config.of(reproducible=True, compile="on")
+    plan = replace(planned(machine(gpu()), reproducible=True), compile=Choice(True, "here"))
+    graphs: list[int] = []
+
+    def counting(graph: Any, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x * 2, backend=counting, dynamic=False)
+    with torch_settings(config, plan, torch.device("cpu")):
+        for rows in range(2, 14):
+            compiled(torch.ones(rows))
+    assert len(graphs) == 12
+    torch._dynamo.reset()
