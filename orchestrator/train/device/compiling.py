@@ -43,8 +43,8 @@ class Compiled:
         by_shape: bool = False,
     ) -> None:
         """``by_shape`` compiles code for each shape: else that for one may follow the shapes seen before."""
-        # Torch keeps the code of all runs of a process together: past its limit it would leave the modules of a
-        # later run uncompiled, and shapes seen in an earlier run would decide on the code of this one.
+        # Torch keeps the code of all runs of a process together. Past its limit it would leave the modules of
+        # a later run uncompiled, and shapes seen in an earlier run would decide on the code of this one.
         _forget_compiled_code()
         self._dynamic = False if by_shape else None
         self.modules = _modules_to_compile(model, parts)
