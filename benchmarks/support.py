@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from orchestrator.plan.inventory.hardware import inventory
 
@@ -23,6 +24,17 @@ def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, help="write the result to this file too")
     return parser
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set NAME=VALUE ...``, of which ``further_settings`` are the values."""
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="further settings of our run"
+    )
+
+
+def further_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return dict(pair.split("=", 1) for pair in arguments.set)
 
 
 def header(title: str, arguments: argparse.Namespace) -> str:

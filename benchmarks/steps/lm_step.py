@@ -19,7 +19,14 @@ import numpy as np
 import torch
 
 from benchmarks.steps.peer_steps import LEARNING_RATE, free_memory, timed_steps, transformers_step
-from benchmarks.support import benchmark_parser, header, markdown_table, publish
+from benchmarks.support import (
+    add_settings,
+    benchmark_parser,
+    further_settings,
+    header,
+    markdown_table,
+    publish,
+)
 from harness.lm.large_models import CONFIGS
 from orchestrator.config.settings import Config
 from orchestrator.trainer import Trainer
@@ -59,6 +66,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
     parser.add_argument("--peers", nargs="*", default=["grouped_mm:fp32", "grouped_mm:bf16", "eager:fp32"])
+    add_settings(parser)
     return parser.parse_args()
 
 
@@ -93,22 +101,23 @@ def _write_tokens(file: Path, arguments: argparse.Namespace) -> Path:
 
 
 def _ours(folder: Path, tokens: Path, arguments: argparse.Namespace) -> Row:
-    config = Config.of(
-        task="lm",
-        model=str(folder),
-        from_scratch=True,
-        data=[str(tokens)],
-        validation_data=[str(tokens)],
-        sequence_length=arguments.sequence_length,
-        batch_size=arguments.samples,
-        precision="bf16" if torch.cuda.is_available() else "fp32",
-        activation_checkpointing="on",
-        compile="off",
-        optimizer="adamw",
-        learning_rate=LEARNING_RATE,
-        schedule="constant",
-        warmup_steps=0,
-    )
+    settings: dict[str, Any] = {
+        "task": "lm",
+        "model": str(folder),
+        "from_scratch": True,
+        "data": [str(tokens)],
+        "validation_data": [str(tokens)],
+        "sequence_length": arguments.sequence_length,
+        "batch_size": arguments.samples,
+        "precision": "bf16" if torch.cuda.is_available() else "fp32",
+        "activation_checkpointing": "on",
+        "compile": "off",
+        "optimizer": "adamw",
+        "learning_rate": LEARNING_RATE,
+        "schedule": "constant",
+        "warmup_steps": 0,
+    }
+    config = Config.of(**settings | further_settings(arguments))
     (result,) = Trainer(config=config, quiet=True).bench(iterations=arguments.steps)
     free_memory()
     return Row("ours", result.median["total"], result.peak_memory_bytes, result.loss)

@@ -26,7 +26,14 @@ from benchmarks.steps.loss_curves import differences_of_losses, read_losses
 from benchmarks.steps.memory_peak import memory_report
 from benchmarks.steps.peer_steps import free_memory, timed_steps, transformers_step
 from benchmarks.steps.plain_path import plain_path
-from benchmarks.support import benchmark_parser, header, markdown_table, publish
+from benchmarks.support import (
+    add_settings,
+    benchmark_parser,
+    further_settings,
+    header,
+    markdown_table,
+    publish,
+)
 from orchestrator.config.settings import Config
 from orchestrator.measure.timed_steps import step_seconds
 from orchestrator.record.files.log import ignore_event
@@ -165,9 +172,7 @@ def _arguments() -> argparse.Namespace:
         "--compare", nargs="+", type=Path, default=[], help="compare the losses with those in these files"
     )
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="further settings of our run"
-    )
+    add_settings(parser)
     arguments = parser.parse_args()
     if arguments.memory and not torch.cuda.is_available():
         parser.error("--memory needs a CUDA device")
@@ -175,7 +180,6 @@ def _arguments() -> argparse.Namespace:
 
 
 def _config(sizes: Sizes, arguments: argparse.Namespace) -> Config:
-    further: dict[str, Any] = dict(pair.split("=", 1) for pair in arguments.set)
     return Config.of(
         **sizes.settings,
         batch_size=sizes.batch,
@@ -185,7 +189,7 @@ def _config(sizes: Sizes, arguments: argparse.Namespace) -> Config:
         precision="bf16" if torch.cuda.is_available() else "fp32",
         optimizer="adamw",
         compile="on" if arguments.compile else "off",
-        **further,
+        **further_settings(arguments),
     )
 
 

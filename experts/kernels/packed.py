@@ -81,11 +81,11 @@ class PackedForm:
     @property
     def num_bytes(self) -> int:
         """The bytes of the packed matrix."""
-        return self.parts * self._layout.num_bytes
+        return self.parts * self.layout.num_bytes
 
     @property
-    def _layout(self) -> _Layout:
-        return _Layout(self.packing, self.outer // self.parts * self.inner)
+    def layout(self) -> Layout:
+        return Layout(self.packing, self.outer // self.parts * self.inner)
 
     @torch.no_grad()
     def pack(self, matrix_NK: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class PackedForm:
         if tuple(matrix_NK.shape) != self.shape:
             raise ValueError(f"a matrix has shape {tuple(matrix_NK.shape)}; {self.shape} was needed")
         parts = matrix_NK.chunk(self.parts)
-        return torch.cat([_pack_part(part.flatten(), self._layout) for part in parts])
+        return torch.cat([_pack_part(part.flatten(), self.layout) for part in parts])
 
     def assembled(self, mean: Tensor, scale_G: Tensor, scale_codes: Tensor, codes: Tensor) -> Tensor:
         """Return the bytes of a matrix in one part from its sections."""
@@ -110,12 +110,12 @@ class PackedForm:
             return packed.new_empty(self.shape, dtype=dtype)
         matrix = torch.empty(self.shape, dtype=dtype, device=packed.device)
         for part, target in zip(packed.chunk(self.parts), matrix.chunk(self.parts), strict=True):
-            _unpack_part(part, self._layout, target.view(-1))
+            _unpack_part(part, self.layout, target.view(-1))
         return matrix
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """The places of one part's numbers in its bytes."""
 
     packing: Packing
@@ -143,7 +143,7 @@ class _Layout:
         return -(-sum(self.sections) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pack_part(values: Tensor, layout: _Layout) -> Tensor:
+def _pack_part(values: Tensor, layout: Layout) -> Tensor:
     values_B64 = F.pad(values, (0, layout.blocks * BLOCK - layout.numel)).view(-1, BLOCK)
     scale_B = values_B64.abs().amax(1).float()
     pieces = zip(values_B64.split(_PIECE_BLOCKS), scale_B.split(_PIECE_BLOCKS), strict=True)
@@ -161,7 +161,7 @@ def _pack_part(values: Tensor, layout: _Layout) -> Tensor:
     return F.pad(packed, (0, layout.num_bytes - len(packed)))
 
 
-def _unpack_part(packed: Tensor, layout: _Layout, target: Tensor) -> None:
+def _unpack_part(packed: Tensor, layout: Layout, target: Tensor) -> None:
     floats, scale_codes, codes = packed[: sum(layout.sections)].split(layout.sections)
     mean, scale_G = floats.clone().view(torch.float32).split([1, layout.groups])
     scales = _table(_values("dynamic"), packed.device).index_select(0, scale_codes.int())
@@ -174,6 +174,16 @@ def _unpack_part(packed: Tensor, layout: _Layout, target: Tensor) -> None:
         place = target[begin * BLOCK : (begin + len(scale)) * BLOCK]
         values = F.pad(values, (0, len(scale) * BLOCK - len(values))).view(-1, BLOCK)
         place.copy_((values * scale.unsqueeze(1)).view(-1)[: len(place)])
+
+
+def unit_values(packing: Packing, device: torch.device) -> Tensor:
+    """Return the number of each code, before its scale."""
+    return _table(_values("nf4" if packing == "nf4" else "int8"), device)
+
+
+def scale_values(device: torch.device) -> Tensor:
+    """Return the number of each code of a scale."""
+    return _table(_values("dynamic"), device)
 
 
 def nf4_numbers(codes: Tensor, scale_B: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -210,6 +220,10 @@ def _divisor(scale: Tensor) -> Tensor:
 def _values(name: str) -> tuple[float, ...]:
     if name == "dynamic":
         return tuple(dynamic_values(signed=True))
+    if name == "int8":
+        # By the byte without its sign. The quotient of two fp32 numbers, as in ``_decode_int8``.
+        signed = torch.arange(256, dtype=torch.uint8).view(torch.int8).float() / _STEPS_8BIT
+        return tuple(signed.tolist())
     values = nf4_values()
     if name == "nf4":
         return tuple(values)

@@ -11,13 +11,16 @@ from torch import nn
 
 from experts.balance import moe_layers
 from experts.kernels.packed import PackedForm
-from experts.kernels.packed_product import PackedLinear
+from experts.kernels.packed_product import UNPACKED_BYTES, PackedLinear
 from experts.moe.bank import ExpertBank
 from experts.transformers.lora.targets import usual_linears
 from experts.types import Packing
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_PLAIN_BYTES = 8
+"""Bytes of a number while plain torch unpacks its matrix: itself, and its value in fp32."""
+_FP32_BYTES, _BF16_BYTES = 4, 2
 _READ_BY_MODELS = ("dt_proj", "x_proj", "weights_proj")
 """Linear layers whose weight some families multiply or look at themselves."""
 
@@ -63,9 +66,14 @@ def packed_forms(model: nn.Module) -> dict[str, PackedForm]:
     return {name: form for form, _, entries in _packed(model) for name in entries}
 
 
-def largest_packed(model: nn.Module) -> int:
-    """Return the numbers of the largest packed matrix; 0 without any."""
-    return max((form.outer * form.inner for form, _, _ in _packed(model)), default=0)
+def unpacking_bytes(model: nn.Module) -> int:
+    """Return the most memory of matrices that are unpacked at a time, on the device of the model."""
+    found = list(_packed(model))
+    largest = max((form.outer * form.inner for form, _, _ in found), default=0)
+    if not any(parameter.is_cuda for _, parameter, _ in found):
+        return _PLAIN_BYTES * largest
+    stack = max(form.outer * form.inner * len(entries) for form, _, entries in found)
+    return max(_FP32_BYTES * largest, min(_BF16_BYTES * stack, UNPACKED_BYTES))
 
 
 def _packed(model: nn.Module) -> Iterator[tuple[PackedForm, nn.Parameter, list[str]]]:

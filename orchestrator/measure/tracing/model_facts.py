@@ -21,7 +21,7 @@ from experts.moe.bank import ExpertBank
 from experts.moe.gate import Gate
 from experts.moe.routed import RoutedExperts
 from experts.transformers.lora.adapters import count_adapted
-from experts.transformers.lora.packing import counts_of_numbers, largest_packed
+from experts.transformers.lora.packing import counts_of_numbers, unpacking_bytes
 from orchestrator.data.ray_rows import RayRows
 from orchestrator.data.source import LoaderSettings
 from orchestrator.errors import OrchestratorError, UserError
@@ -54,8 +54,6 @@ _LIBRARY_BYTES = 65 * MIB
 _SMALL_BATCH = 2  # samples; batch norm needs more than one
 _MAX_BUILT_BYTES = 8 * GIB
 """Parameters of a model that may be built for a plan because it cannot be traced."""
-_UNPACKING_BYTES = 8
-"""Bytes of a number while its matrix is unpacked: itself in the computing type, and its fp32 value."""
 _HASHED_SAMPLES = 16
 _HASH_CHARACTERS = 16
 
@@ -321,7 +319,7 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
         outer_parameters=_outer_parameters(model),
         weight_bytes=_mean_bytes(parameters, counts),
         packed_expert_bytes=_mean_bytes(expert_weights, counts) if _has_packed(expert_weights) else None,
-        unpacked_bytes=float(_UNPACKING_BYTES * largest_packed(model)),
+        unpacked_bytes=float(unpacking_bytes(model)),
         adamw_parameters=_left_by_muon(model),
         dense_tensors=_trained_tensors(model, of_experts=False),
         expert_tensors=_trained_tensors(model, of_experts=True),
