@@ -5,12 +5,20 @@
 All variants train the same configuration with random weights on the same tokens, with real routing:
 AdamW, recomputed activations, products in bf16. ``fp32 weights`` keep the weights and both moments in
 fp32, as ours do; ``bf16 weights`` keep everything in bf16, which is less exact and moves half the bytes.
+
+    python -m benchmarks.steps.lm_step --layers 48 --samples 1 --quick-weights --peers \\
+        --set lora=8 frozen_weights=nf4
+
+``--quick-weights`` draws the weights on the device, in seconds for 30 billion. Those of a run depend on its
+seed alone and are drawn on the CPU, in minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +35,14 @@ from benchmarks.support import (
     markdown_table,
     publish,
 )
+from experts.transformers.files import initial
+from experts.transformers.lora.packing import packed_parameters
 from harness.lm.large_models import CONFIGS
 from orchestrator.config.settings import Config
 from orchestrator.trainer import Trainer
 
 MODEL = CONFIGS["Qwen3-30B-A3B"]
+_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script on a CPU")
     parser.add_argument("--peers", nargs="*", default=["grouped_mm:fp32", "grouped_mm:bf16", "eager:fp32"])
+    parser.add_argument("--quick-weights", action="store_true", help="draw our weights on the device")
     add_settings(parser)
     return parser.parse_args()
 
@@ -118,9 +130,33 @@ def _ours(folder: Path, tokens: Path, arguments: argparse.Namespace) -> Row:
         "warmup_steps": 0,
     }
     config = Config.of(**settings | further_settings(arguments))
-    (result,) = Trainer(config=config, quiet=True).bench(iterations=arguments.steps)
+    with _quick_weights() if arguments.quick_weights else nullcontext():
+        (result,) = Trainer(config=config, quiet=True).bench(iterations=arguments.steps)
     free_memory()
     return Row("ours", result.median["total"], result.peak_memory_bytes, result.loss)
+
+
+@contextmanager
+def _quick_weights() -> Iterator[None]:
+    original = initial.initialise_weights
+    initial.initialise_weights = _draw
+    try:
+        yield
+    finally:
+        initial.initialise_weights = original
+
+
+@torch.no_grad()
+def _draw(model: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    model.tie_weights()
+    initial.restore_buffers(model)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.normal_(0.0, _STD) if parameter.ndim > 1 else parameter.fill_(1.0)
+    for form, parameter, _ in packed_parameters(model):
+        for packed in parameter.view(-1, form.num_bytes).unbind():
+            packed.copy_(form.pack(torch.empty(form.shape, device=packed.device).normal_(0.0, _STD)))
 
 
 def _transformers(

@@ -56,19 +56,19 @@ def unpack_frozen(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
 def counts_of_numbers(model: nn.Module) -> dict[nn.Parameter, int]:
     """Return how many numbers each parameter holds: of a packed one those that its bytes stand for."""
     counts = {parameter: parameter.numel() for parameter in model.parameters()}
-    for form, parameter, entries in _packed(model):
+    for form, parameter, entries in packed_parameters(model):
         counts[parameter] = form.outer * form.inner * len(entries)
     return counts
 
 
 def packed_forms(model: nn.Module) -> dict[str, PackedForm]:
     """Return the forms of packed matrices by their names in a checkpoint: those of experts by id."""
-    return {name: form for form, _, entries in _packed(model) for name in entries}
+    return {name: form for form, _, entries in packed_parameters(model) for name in entries}
 
 
 def unpacking_bytes(model: nn.Module) -> int:
     """Return the most memory of matrices that are unpacked at a time, on the device of the model."""
-    found = list(_packed(model))
+    found = list(packed_parameters(model))
     largest = max((form.outer * form.inner for form, _, _ in found), default=0)
     if not any(parameter.is_cuda for _, parameter, _ in found):
         return _PLAIN_BYTES * largest
@@ -76,7 +76,7 @@ def unpacking_bytes(model: nn.Module) -> int:
     return max(_FP32_BYTES * largest, min(_BF16_BYTES * stack, UNPACKED_BYTES))
 
 
-def _packed(model: nn.Module) -> Iterator[tuple[PackedForm, nn.Parameter, list[str]]]:
+def packed_parameters(model: nn.Module) -> Iterator[tuple[PackedForm, nn.Parameter, list[str]]]:
     """Yield each packed parameter with the form and the names in a checkpoint of its matrices."""
     for prefix, module in model.named_modules():
         if isinstance(module, PackedLinear):
