@@ -261,8 +261,7 @@ class ExpertBank(nn.Module):
         for group, role, stack in self.stacks():
             form = self.form.packed(role, self.width, group.hidden)
             if form is not None:
-                packed = torch.stack([form.pack(matrix.t()) for matrix in stack.unbind()])
-                self.set_stack(group, role, packed, trains=False)
+                self.set_stack(group, role, _packed_rows(stack, form), trains=False)
 
     @torch.no_grad()
     def unpack(self, dtype: torch.dtype) -> None:
@@ -456,6 +455,13 @@ class ExpertBank(nn.Module):
             copy.refresh()
         # Detach the copy of a parameter that was frozen since: the copy would still hand over gradients.
         return copy.weights if parameter.requires_grad else copy.weights.detach()
+
+
+def _packed_rows(stack: Tensor, form: PackedForm) -> Tensor:
+    """Return the packed matrices of a stack."""
+    if stack.is_meta or isinstance(stack, FakeTensor):
+        return torch.empty((len(stack), form.num_bytes), dtype=torch.uint8, device=stack.device)
+    return torch.stack([form.pack(matrix.t()) for matrix in stack.unbind()])
 
 
 def named_banks(model: nn.Module) -> list[tuple[str, ExpertBank]]:
