@@ -12,7 +12,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/l
 # Processes of the tests compile the source once, not each for itself. Three for two cores: tests wait for hosts to start.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 
-.PHONY: train test test-all check slow gpu soak mutants docs docs-settings docs-images cluster-files dist sbom licences try-install clean
+.PHONY: train test test-all test-further again check slow gpu soak mutants docs docs-settings docs-images cluster-files dist sbom licences try-install clean
 
 train: $(VENV)/.installed
 	$(BIN)/orchestrator train $(ARGS)
@@ -20,9 +20,18 @@ train: $(VENV)/.installed
 test: check
 	$(PYTEST) -m 'not slow and not gpu and not extended' $(ARGS)
 
-# the same, then further proofs: more cases, more hosts, more faults
-test-all: test
+# the same, then further proofs
+test-all: test test-further
+
+# more cases, more hosts, more faults
+test-further: $(VENV)/.installed-dev
 	$(PYTEST) -m 'extended and not slow and not gpu' $(ARGS) || [ $$? = 5 ]  # 5: ARGS chose no such test
+
+# the tests that failed last, if they are few, one after another
+MOST_AGAIN := 4
+again: $(VENV)/.installed-dev
+	@$(BIN)/python -m harness.failed_tests $(MOST_AGAIN)
+	$(BIN)/python -m pytest -m 'not slow and not gpu' --last-failed --last-failed-no-failures none -v $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -9,10 +9,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+import ray
 
 from harness.faults.run_checks import recoveries
-from harness.hosts.cluster import RayCluster, local_cluster
+from harness.hosts.cluster import RayCluster, connected, local_cluster
+from harness.hosts.idle_hosts import wait_until
 from harness.runs.bits import checkpoints_of, first_difference
 from harness.runs.cli_runs import (
     complete_run,
@@ -39,6 +42,22 @@ def wait_for_workers(process: subprocess.Popen[str], run_dir: Path, number: int,
         time.sleep(0.2)
 
 
+def control_store_seconds(cluster: RayCluster) -> float:
+    """Return the CPU time of the head node's control store."""
+    (store,) = [
+        process
+        for process in psutil.process_iter(["name", "cmdline"])
+        if process.info["name"] == "gcs_server" and str(cluster.folder) in " ".join(process.info["cmdline"])
+    ]
+    return store.cpu_times().user
+
+
+def wait_until_ray_knows(cluster: RayCluster, nodes: int) -> None:
+    """Wait until Ray has noticed a lost node."""
+    with connected(cluster):
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == nodes, timeout=120)
+
+
 @pytest.mark.extended
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("sharding", [pytest.param("none", marks=pytest.mark.slow), "zero3"])
@@ -54,9 +73,13 @@ def test_hosts_that_are_lost_and_join_have_the_bits_of_one_process(tmp_path: Pat
         hosts += ["--sharding", sharding]
         process = start_run(cluster, run_dir, *SEVEN_EXPERTS, *EXACT, *ENDLESS, *hosts)
         wait_for_steps(process, run_dir, 30, timeout=300)
+        before = control_store_seconds(cluster)
         cluster.kill_node(lost)
         wait_for_workers(process, run_dir, 3, timeout=300)
+        wait_until_ray_knows(cluster, nodes=1)
         wait_for_steps(process, run_dir, 10)
+        # Ray's control store would try without a pause to place the lost host, and answer nobody else.
+        assert control_store_seconds(cluster) - before < 1.0
         cluster.add_node(cpus=1)
         wait_for_workers(process, run_dir, 4, timeout=600)
         wait_for_steps(process, run_dir, 10, timeout=300)

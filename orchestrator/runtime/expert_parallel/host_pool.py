@@ -1,7 +1,7 @@
 """The pool of hosts: devices that are reserved together, with one actor on each.
 
 A host id names a reserved device. Its actor trains, stands by, or is being started; when it is
-lost, a new actor is started under the same id."""
+lost, a new actor is started under the same id, on another device if its node is lost too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.util import remove_placement_group
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from experts.hosts.actor_host import ExpertHost
@@ -31,6 +31,11 @@ _MAX_FAILED_STARTS = 3
 """Failed starts in a row after which a host id is excluded."""
 _RETRY_SECONDS = 600.0
 """Time after which an excluded host id is tried again."""
+_PLACE_SECONDS = 1.0
+"""Between two looks at the nodes of reserved devices."""
+_DIVIDE_SECONDS = 10.0
+"""In which a device that was given back is reserved again."""
+_NODE_LABEL = "ray.io/node-id"
 
 
 @dataclass
@@ -80,8 +85,15 @@ class HostPool:
         self._store_address = store_address
         self._variables = dict(variables)
         self._warn = warn
-        bundle = {"GPU": 1.0} if gpu else {"CPU": 1.0}
-        self._group = placement_group([bundle] * size, strategy="PACK" if gpu else "SPREAD")
+        self._bundle = {"GPU": 1.0} if gpu else {"CPU": 1.0}
+        self._gang: PlacementGroup | None = placement_group(
+            [self._bundle] * size, strategy="PACK" if gpu else "SPREAD"
+        )
+        """Reserves all devices at once, before each has a place of its own."""
+        self._places: dict[int, PlacementGroup] = {}
+        self._place_nodes: dict[int, str] = {}
+        """The nodes of the places that Ray has reserved."""
+        self._looked_at = 0.0
         self._hosts: dict[int, _Host] = {}
         self._node_ids: dict[int, str] = {}
         """The node of each host, also of the last one under an id whose host is lost."""
@@ -89,21 +101,81 @@ class HostPool:
         self._failed_joins = Counter[int]()
         """How often in a row the hosts of an id were lost while they joined a group."""
         self._prestarted_nodes = set[str]()
+        self._awaited = set[int]()
+        """Ids without a host, whose device is not reserved yet."""
 
     def reserve(self, timeout_s: float) -> bool:
         """Return whether the devices are reserved; once they are, start the hosts."""
-        if not self._hosts and self._group.wait(timeout_s):
+        if self._gang is not None and self._gang.wait(timeout_s):
+            self._divide(self._gang)
+            self._gang = None
             for host_id in range(self.size):
                 self.start(host_id)
-        return bool(self._hosts)
+        return self._gang is None
+
+    def _divide(self, gang: PlacementGroup) -> None:
+        """Replace the reservation of all devices by one for each, on the same nodes.
+
+        Ray's control store tries without a pause to move the part of a reservation that was on a lost node
+        (ray-project/ray#65007): on a loaded machine it answers nobody for minutes, nodes that join included.
+        A device that is reserved by itself can be given back."""
+        node_of = placement_group_table(gang)["bundles_to_node_id"]
+        remove_placement_group(gang)
+        for host_id in range(self.size):
+            selector = [{_NODE_LABEL: node_of[host_id]}]
+            self._places[host_id] = placement_group([self._bundle], bundle_label_selector=selector)
+        for host_id, place in list(self._places.items()):
+            if not place.wait(_DIVIDE_SECONDS):
+                self._give_back(host_id)  # another node will do
 
     def start(self, host_id: int) -> None:
-        """Start a new host under an id, in place of the one before."""
+        """Start a new host under an id, in place of the one before, as soon as its device is reserved.
+
+        A device on a lost node is given back, and another one is reserved."""
         self.stop(host_id)
+        node_id = self._place_nodes.get(host_id)
+        if node_id is not None and not is_node_alive(node_id):
+            self._give_back(host_id)
+        if host_id not in self._places:
+            self._places[host_id] = placement_group([self._bundle])
+        if self._is_reserved(host_id):
+            self._create(host_id)
+        else:
+            self._awaited.add(host_id)
+
+    def _is_reserved(self, host_id: int) -> bool:
+        if host_id not in self._place_nodes:
+            place = placement_group_table(self._places[host_id])
+            if place["state"] == "CREATED":
+                self._place_nodes[host_id] = place["bundles_to_node_id"][0]
+        return host_id in self._place_nodes
+
+    def _give_back(self, host_id: int) -> None:
+        self._place_nodes.pop(host_id, None)
+        place = self._places.pop(host_id, None)
+        if place is not None:
+            remove_placement_group(place)
+
+    def _look_at_places(self) -> None:
+        """Start hosts whose devices are reserved now, and give back those that Ray knows to be lost."""
+        if monotonic() - self._looked_at < _PLACE_SECONDS:
+            return
+        self._looked_at = monotonic()
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        for host_id, node_id in list(self._place_nodes.items()):
+            if node_id in alive:
+                continue
+            self._give_back(host_id)
+            if host_id in self._hosts and self._hosts[host_id].node_id is None:
+                self.start(host_id)
+        for host_id in list(self._awaited):
+            self.start(host_id)
+
+    def _create(self, host_id: int) -> None:
         # The new host uses up the process that its node kept ready.
         self._prestarted_nodes.discard(self._node_ids.get(host_id, ""))
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=host_id
+            placement_group=self._places[host_id], placement_group_bundle_index=0
         )
         actor = ExpertHost.options(  # pyrefly: ignore[missing-attribute]
             num_cpus=0 if self._gpu else 1,
@@ -120,6 +192,7 @@ class HostPool:
 
         ``frozen``: send SIGKILL first. Ray asks a process to exit and waits; a frozen one may wake
         up meanwhile and go on as if nothing had happened."""
+        self._awaited.discard(host_id)
         host = self._hosts.pop(host_id, None)
         if host is None:
             return
@@ -146,12 +219,13 @@ class HostPool:
         for host_id, host in list(self._hosts.items()):
             if host_id not in busy:
                 self._check(host_id, host)
+        self._look_at_places()
         for host_id, failed in list(self._failed_starts.items()):
             if host_id not in self._hosts and monotonic() - failed.last_at > _RETRY_SECONDS:
                 self._failed_starts.pop(host_id)
                 self.start(host_id)
         ready = tuple(host_id for host_id, host in sorted(self._hosts.items()) if host.node_id is not None)
-        starting = tuple(host_id for host_id in sorted(self._hosts) if host_id not in ready)
+        starting = tuple(sorted({*self._hosts, *self._awaited}.difference(ready)))
         if busy:
             for host_id in set(ready).difference(busy):
                 self._rehearse(self._hosts[host_id])
@@ -239,8 +313,10 @@ class HostPool:
     def close(self) -> None:
         for host_id in list(self._hosts):
             self.stop(host_id)
-        with suppress(Exception):
-            remove_placement_group(self._group)
+        gangs = [self._gang] if self._gang is not None else []
+        for place in [*gangs, *self._places.values()]:
+            with suppress(Exception):
+                remove_placement_group(place)
 
 
 def is_node_alive(node_id: str) -> bool:

@@ -67,6 +67,46 @@ def test_hosts_are_reserved_together_and_become_ready(make_pool: MakePool, node_
     assert pool.startable((0, 1)) == (0,)
 
 
+def test_a_device_on_a_lost_node_is_given_back_and_another_is_reserved(
+    make_pool: MakePool, node_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's control store would try without a pause to move a device that stays reserved."""
+    pool = make_pool(2)
+    wait_until(lambda: pool.reserve(1.0))
+    wait_until(lambda: pool.poll() == ((0, 1), ()))
+    first = pool._places[1]
+    monkeypatch.setattr(module, "_PLACE_SECONDS", 0.0)
+    pool._place_nodes[1] = pool._node_ids[1] = "a node that is gone"
+    pool._bundle = {"CPU": 99.0}  # more than the cluster has
+    pool.start(1)
+    wait_until(lambda: placement_group_table(first)["state"] == "REMOVED")
+    assert pool.poll() == ((0,), (1,)), "there is no device for it"
+    assert 1 not in pool._hosts, "no actor is created"
+    pool.stop(1)
+    assert pool.poll() == ((0,), ()), "it is not awaited after its end"
+    pool._give_back(1)
+    pool._bundle = {"CPU": 1.0}
+    pool.start(1)
+    wait_until(lambda: pool.poll() == ((0, 1), ()))
+    assert pool.node_id(1) == node_id
+    assert pool._places[1] is not first
+
+
+def test_devices_of_nodes_that_ray_knows_to_be_lost_are_given_back(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(2)
+    wait_until(lambda: pool.reserve(1.0))
+    wait_until(lambda: pool.poll() == ((0, 1), ()))
+    monkeypatch.setattr(module, "_PLACE_SECONDS", 0.0)
+    place = pool._places[1]
+    pool.stop(1)
+    pool._place_nodes[1] = "a node that is gone"
+    pool.poll()
+    assert 1 not in pool._places
+    wait_until(lambda: placement_group_table(place)["state"] == "REMOVED")
+
+
 def test_hosts_have_the_priority_of_a_program_that_the_user_starts(make_pool: MakePool) -> None:
     pool = make_pool(1)
     wait_until(lambda: pool.reserve(1.0))
@@ -146,4 +186,6 @@ def test_a_closed_pool_leaves_nothing_behind(make_pool: MakePool) -> None:
     pids = ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in actors])
     pool.close()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-    wait_until(lambda: placement_group_table(pool._group)["state"] == "REMOVED")
+    states = [placement_group_table(place)["state"] for place in pool._places.values()]
+    assert len(states) == 2
+    wait_until(lambda: all(placement_group_table(p)["state"] == "REMOVED" for p in pool._places.values()))
