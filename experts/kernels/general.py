@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.kernels.adapters import Product, adapted_product
 from experts.kernels.grouped import checked_offsets, grouped_product
@@ -75,6 +76,8 @@ def _loop(counts_E: Tensor, rows_RK: Tensor, weights_EKN: Tensor) -> Tensor:
     """Multiply each group of rows by a matrix of its own, one after another.
 
     An expert without rows multiplies an empty matrix, so that its gradient is zero and not absent."""
+    if isinstance(rows_RK, FakeTensor) and len(weights_EKN):
+        return rows_RK @ weights_EKN[0]  # one product has the shapes of all
     groups = rows_RK.split(row_counts(counts_E, len(rows_RK)))
     return torch.cat([rows @ matrix for rows, matrix in zip(groups, weights_EKN.unbind(), strict=True)])
 

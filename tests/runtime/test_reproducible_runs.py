@@ -55,7 +55,7 @@ def control_store_seconds(cluster: RayCluster) -> float:
 def wait_until_ray_knows(cluster: RayCluster, nodes: int) -> None:
     """Wait until Ray has noticed a lost node."""
     with connected(cluster):
-        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == nodes, timeout=120)
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == nodes, timeout_s=120)
 
 
 @pytest.mark.extended
