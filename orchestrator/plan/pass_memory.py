@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
-from operator import ge
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Moment(NamedTuple):
@@ -29,10 +30,6 @@ class Moment(NamedTuple):
     """Bytes per sample of the logits of a loss in chunks."""
     exchanged: float = 0.0
     """Bytes per sample of the rows that experts compute at this moment: hosts exchange them."""
-
-    def covers(self, other: Moment) -> bool:
-        """Whether no part of ``other`` is larger."""
-        return all(map(ge, self, other))
 
 
 _NOTHING = Moment()
@@ -90,8 +87,13 @@ def between(short: PassMemory, long: PassMemory, share: float) -> PassMemory:
 
 def highest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """Return the moments that can be the peak of some number of samples."""
-    kept: list[Moment] = []
-    for moment in sorted(set(moments), key=lambda each: -sum(each)):
-        if not any(other.covers(moment) for other in kept):
-            kept.append(moment)
-    return tuple(kept)
+    # No moment covers one that comes before it. In arrays: blends of two passes have thousands of moments.
+    ordered = sorted(set(moments), key=lambda each: -sum(each))
+    parts = np.array(ordered)
+    found = np.empty_like(parts)
+    kept: list[int] = []
+    for number, moment in enumerate(parts):
+        if not (found[: len(kept)] >= moment).all(axis=1).any():
+            found[len(kept)] = moment
+            kept.append(number)
+    return tuple(ordered[number] for number in kept)
