@@ -50,8 +50,7 @@ def header(title: str, arguments: argparse.Namespace) -> str:
         if value not in (None, False) and name != "out"
     )
     command = f"python -m {_module_name()} {flags}"
-    found = hardware.versions.get("commit")
-    commit = found[:7] if found else "unknown: no git repository"
+    commit = hardware.commit[:7] if hardware.commit else "unknown: no git repository"
     return f"# {title}\n\n{date.today()}, {device}, {versions}.\nCommit {commit}.\nCommand: `{command}`\n\n"
 
 
