@@ -11,13 +11,13 @@ from pathlib import Path
 _CACHE = Path(".pytest_cache/v/cache/lastfailed")
 
 
-def failed_tests(cache: Path = _CACHE) -> list[str]:
+def failed_tests(cache: Path) -> list[str]:
     return sorted(json.loads(cache.read_text(encoding="utf-8"))) if cache.exists() else []
 
 
 def main() -> int:
     most = int(sys.argv[1])
-    failed = failed_tests()
+    failed = failed_tests(_CACHE)
     if not failed or len(failed) > most:
         sys.stdout.write(f"{len(failed)} tests have failed; 1 to {most} are run again\n")
         return 1
