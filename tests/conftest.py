@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from harness.failed_tests import ENDED
 from harness.hosts.cluster import RayCluster, local_cluster
 from harness.storage.object_server import ObjectServer, object_server
 from orchestrator.report.run import page
@@ -99,6 +100,12 @@ def _turn(file: str) -> int:
 def _spares(mark: pytest.Mark, case: int) -> bool:
     """Return whether a mark says that the n-th case of a test is run by ``make test``."""
     return mark.name == "extended" and case <= mark.kwargs.get("but_first", 0)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Keep how the run ended, for ``harness.failed_tests``; workers of xdist have no cache of their own."""
+    if not hasattr(session.config, "workerinput") and session.config.cache is not None:
+        session.config.cache.set(ENDED, int(exitstatus))
 
 
 def pytest_collection_finish() -> None:

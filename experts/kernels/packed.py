@@ -208,7 +208,8 @@ def _encode_int8(values_B64: Tensor) -> Tensor:
 
 
 def _decode_int8(codes: Tensor) -> Tensor:
-    return codes.contiguous().view(torch.int8).float() / _STEPS_8BIT
+    # Not by a division: a GPU multiplies by the reciprocal, which rounds some numbers in another way.
+    return _table(_values("int8"), codes.device).index_select(0, codes.int())
 
 
 def _divisor(scale: Tensor) -> Tensor:
@@ -221,8 +222,8 @@ def _values(name: str) -> tuple[float, ...]:
     if name == "dynamic":
         return tuple(dynamic_values(signed=True))
     if name == "int8":
-        # By the byte without its sign. The quotient of two fp32 numbers, as in ``_decode_int8``.
-        signed = torch.arange(256, dtype=torch.uint8).view(torch.int8).float() / _STEPS_8BIT
+        # By the byte without its sign: the quotients of two fp32 numbers.
+        signed = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.int8).float() / _STEPS_8BIT
         return tuple(signed.tolist())
     values = nf4_values()
     if name == "nf4":

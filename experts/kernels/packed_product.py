@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from experts.kernels.autocast import without_autocast
-from experts.kernels.grouped import bounded_offsets, is_fused, size_multiple
+from experts.kernels.grouped import MAX_GROUPS, bounded_offsets, is_fused, size_multiple
 from experts.kernels.launching import available
 from experts.kernels.loop import row_counts
 from experts.kernels.packed import PackedForm
@@ -58,7 +58,12 @@ def experts_at_once(form: PackedForm, rows_RK: Tensor) -> int:
     has_kernel = is_fused(rows_RK.device, rows_RK.dtype) and available(rows_RK)
     if not has_kernel or form.inner % multiple or form.outer % multiple:
         return 1
-    return max(1, UNPACKED_BYTES // (form.outer * form.inner * rows_RK.dtype.itemsize))
+    return experts_that_fit(form, rows_RK.dtype.itemsize)
+
+
+def experts_that_fit(form: PackedForm, itemsize: int) -> int:
+    """Return how many experts are unpacked at a time where one kernel unpacks and one multiplies them."""
+    return min(MAX_GROUPS, max(1, UNPACKED_BYTES // (form.outer * form.inner * itemsize)))
 
 
 def packed_product(rows_RK: Tensor, packed: Tensor, form: PackedForm) -> Tensor:
@@ -100,6 +105,8 @@ def _matrices(packed_EB: Tensor, form: PackedForm, dtype: torch.dtype) -> Tensor
     """Return the numbers of packed matrices."""
     if packed_EB.is_cuda and available() and not isinstance(packed_EB, FakeTensor):
         return unpacked_stack(packed_EB, form, dtype)
+    if len(packed_EB) == 1:
+        return form.unpack(packed_EB[0], dtype).unsqueeze(0)  # without another copy
     return torch.stack([form.unpack(packed, dtype) for packed in packed_EB.unbind()])
 
 

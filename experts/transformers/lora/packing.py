@@ -66,11 +66,11 @@ def packed_forms(model: nn.Module) -> dict[str, PackedForm]:
     return {name: form for form, _, entries in packed_parameters(model) for name in entries}
 
 
-def unpacking_bytes(model: nn.Module) -> int:
-    """Return the most memory of matrices that are unpacked at a time, on the device of the model."""
+def unpacking_bytes(model: nn.Module, on_gpu: bool) -> int:
+    """Return the most memory of matrices that are unpacked at a time."""
     found = list(packed_parameters(model))
     largest = max((form.outer * form.inner for form, _, _ in found), default=0)
-    if not any(parameter.is_cuda for _, parameter, _ in found):
+    if not found or not on_gpu:
         return _PLAIN_BYTES * largest
     stack = max(form.outer * form.inner * len(entries) for form, _, entries in found)
     return max(_FP32_BYTES * largest, min(_BF16_BYTES * stack, UNPACKED_BYTES))

@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -114,7 +114,9 @@ def model_facts(
     num_validation = num_samples(as_dataset(validation)) if validation is not None else 0
     if validation is not None and num_validation == 0:
         raise UserError("the validation data is empty; at least one sample is needed, or None in its place")
-    return _facts(task, traced, data, num_validation)
+    facts = _facts(task, traced, data, num_validation)
+    unpacked = unpacking_bytes(traced.model, on_gpu=device.type == "cuda")
+    return replace(facts, unpacked_bytes=float(unpacked))
 
 
 def _trace_fake(
@@ -319,7 +321,6 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
         outer_parameters=_outer_parameters(model),
         weight_bytes=_mean_bytes(parameters, counts),
         packed_expert_bytes=_mean_bytes(expert_weights, counts) if _has_packed(expert_weights) else None,
-        unpacked_bytes=float(unpacking_bytes(model)),
         adamw_parameters=_left_by_muon(model),
         dense_tensors=_trained_tensors(model, of_experts=False),
         expert_tensors=_trained_tensors(model, of_experts=True),

@@ -91,7 +91,7 @@ class OpRecorder(TorchDispatchMode):
 
     def __init__(self, on_gpu: bool = False) -> None:
         super().__init__()
-        self._on_gpu = on_gpu
+        self.on_gpu = on_gpu
         self.restart()
 
     def restart(self) -> None:
@@ -119,7 +119,7 @@ class OpRecorder(TorchDispatchMode):
             self._launches += own
             self._operations += not own
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._sorts += self._on_gpu and _sorts(name, inputs)
+            self._sorts += self.on_gpu and _sorts(name, inputs)
             if name.startswith(_ATTENTION):
                 self._counts[_attention_op(func, args, kwargs)] += 1
             elif name in _CONVOLUTIONS:

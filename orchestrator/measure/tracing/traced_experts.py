@@ -20,7 +20,7 @@ from experts.balance import moe_layers
 from experts.kernels.general import two_products
 from experts.kernels.grouped import grouped_works
 from experts.kernels.loop import row_counts
-from experts.kernels.packed_product import Matrices, PackedStack
+from experts.kernels.packed_product import Matrices, PackedStack, experts_that_fit
 from experts.model import attach, place
 from experts.moe.bank import ExpertBank, SizeClass
 from experts.moe.context import MoEContext
@@ -279,7 +279,8 @@ def _record_packed(rows: Tensor, stack: PackedStack, recorder: OpRecorder, form:
     outer, inner = stack.form.shape
     sizes = (inner, outer) if form == "nt" else (outer, inner)
     recorder.record_expert_product(len(rows), experts, sizes, form, rows.dtype)
-    # A GPU has a kernel that unpacks many experts at once.
-    alone = experts * stack.form.parts * _UNPACKING_OPERATIONS
-    recorder.record_small_operations(1 if rows.device.type == "cuda" else alone)
+    operations = experts * stack.form.parts * _UNPACKING_OPERATIONS
+    if recorder.on_gpu:  # one kernel unpacks many experts
+        operations = -(-experts // experts_that_fit(stack.form, rows.dtype.itemsize))
+    recorder.record_small_operations(operations)
     del matrix

@@ -34,7 +34,9 @@ _RETRY_SECONDS = 600.0
 _PLACE_SECONDS = 1.0
 """Between two looks at the nodes of reserved devices."""
 _DIVIDE_SECONDS = 10.0
-"""In which a device that was given back is reserved again."""
+"""In which devices that were given back are reserved again."""
+_SPREAD_SECONDS = 3.0
+"""In which a device on a node without other hosts is looked for."""
 _NODE_LABEL = "ray.io/node-id"
 
 
@@ -86,13 +88,13 @@ class HostPool:
         self._variables = dict(variables)
         self._warn = warn
         self._bundle = {"GPU": 1.0} if gpu else {"CPU": 1.0}
-        self._gang: PlacementGroup | None = placement_group(
-            [self._bundle] * size, strategy="PACK" if gpu else "SPREAD"
-        )
+        self._gang: PlacementGroup | None = self._reserve_all()
         """Reserves all devices at once, before each has a place of its own."""
         self._places: dict[int, PlacementGroup] = {}
         self._place_nodes: dict[int, str] = {}
         """The nodes of the places that Ray has reserved."""
+        self._spread_since: dict[int, float] = {}
+        """When a device on a node without other hosts was first asked for."""
         self._looked_at = 0.0
         self._hosts: dict[int, _Host] = {}
         self._node_ids: dict[int, str] = {}
@@ -107,73 +109,114 @@ class HostPool:
     def reserve(self, timeout_s: float) -> bool:
         """Return whether the devices are reserved; once they are, start the hosts."""
         if self._gang is not None and self._gang.wait(timeout_s):
-            self._divide(self._gang)
-            self._gang = None
-            for host_id in range(self.size):
-                self.start(host_id)
+            self._gang = None if self._divide(self._gang) else self._reserve_all()
+            if self._gang is None:
+                for host_id in range(self.size):
+                    self.start(host_id)
         return self._gang is None
 
-    def _divide(self, gang: PlacementGroup) -> None:
+    def _reserve_all(self) -> PlacementGroup:
+        """Reserve all devices at once: of two runs that wait for devices, none holds a part of them."""
+        return placement_group([self._bundle] * self.size, strategy="PACK" if self._gpu else "SPREAD")
+
+    def _divide(self, gang: PlacementGroup) -> bool:
         """Replace the reservation of all devices by one for each, on the same nodes.
 
         Ray's control store tries without a pause to move the part of a reservation that was on a lost node
         (ray-project/ray#65007): on a loaded machine it answers nobody for minutes, nodes that join included.
-        A device that is reserved by itself can be given back."""
+        A device that is reserved by itself can be given back. Return False, with all given back, if another
+        program has taken a device meanwhile."""
         node_of = placement_group_table(gang)["bundles_to_node_id"]
         remove_placement_group(gang)
         for host_id in range(self.size):
-            selector = [{_NODE_LABEL: node_of[host_id]}]
-            self._places[host_id] = placement_group([self._bundle], bundle_label_selector=selector)
-        for host_id, place in list(self._places.items()):
-            if not place.wait(_DIVIDE_SECONDS):
-                self._give_back(host_id)  # another node will do
+            self._places[host_id] = self._reserve_one(node_of[host_id])
+        end = monotonic() + _DIVIDE_SECONDS
+        if all(place.wait(max(0.0, end - monotonic())) for place in self._places.values()):
+            return True
+        for host_id in range(self.size):
+            self._give_back(host_id)
+        return False
+
+    def _reserve_one(self, nodes: str | None = None) -> PlacementGroup:
+        """Reserve a device, on nodes that a label selector names."""
+        selector = None if nodes is None else [{_NODE_LABEL: nodes}]
+        return placement_group([self._bundle], bundle_label_selector=selector)
 
     def start(self, host_id: int) -> None:
         """Start a new host under an id, in place of the one before, as soon as its device is reserved.
 
         A device on a lost node is given back, and another one is reserved."""
         self.stop(host_id)
+        self._awaited.add(host_id)
+        # Where Ray does not answer, the next look at the places tries again.
+        with suppress(RayError, ConnectionError, TimeoutError):
+            if self._has_place(host_id):
+                self._awaited.discard(host_id)
+                self._create(host_id)
+
+    def _has_place(self, host_id: int) -> bool:
+        """Return whether the device of a host is reserved, on a live node. If there is none, look for one."""
         node_id = self._place_nodes.get(host_id)
-        if node_id is not None and not is_node_alive(node_id):
+        if node_id is not None and is_node_alive(node_id):
+            return True
+        state = self._place_state(host_id)
+        if node_id is not None or state == "RESCHEDULING" or self._is_spread_too_long(host_id):
             self._give_back(host_id)
         if host_id not in self._places:
-            self._places[host_id] = placement_group([self._bundle])
-        if self._is_reserved(host_id):
-            self._create(host_id)
-        else:
-            self._awaited.add(host_id)
-
-    def _is_reserved(self, host_id: int) -> bool:
-        if host_id not in self._place_nodes:
-            place = placement_group_table(self._places[host_id])
-            if place["state"] == "CREATED":
-                self._place_nodes[host_id] = place["bundles_to_node_id"][0]
+            self._places[host_id] = self._new_place(host_id)
         return host_id in self._place_nodes
 
+    def _place_state(self, host_id: int) -> str | None:
+        """Return Ray's state of a place, and keep its node once it is reserved."""
+        place = self._places.get(host_id)
+        if place is None:
+            return None
+        entry = placement_group_table(place)
+        if entry["state"] == "CREATED":
+            self._place_nodes[host_id] = entry["bundles_to_node_id"][0]
+            self._spread_since.pop(host_id, None)
+        return entry["state"]
+
+    def _new_place(self, host_id: int) -> PlacementGroup:
+        """Reserve another device: on a CPU first on nodes without other hosts, then on any.
+
+        Snapshots of a host are backed up on another node than its own."""
+        others = {node for other, node in self._place_nodes.items() if other != host_id}
+        if self._gpu or not others or self._spread_since.pop(host_id, None) is not None:
+            return self._reserve_one()
+        self._spread_since[host_id] = monotonic()
+        return self._reserve_one(f"!in({','.join(sorted(others))})")
+
+    def _is_spread_too_long(self, host_id: int) -> bool:
+        since = self._spread_since.get(host_id)
+        return since is not None and monotonic() - since > _SPREAD_SECONDS
+
     def _give_back(self, host_id: int) -> None:
-        self._place_nodes.pop(host_id, None)
-        place = self._places.pop(host_id, None)
+        place = self._places.get(host_id)
         if place is not None:
             remove_placement_group(place)
+        self._places.pop(host_id, None)
+        self._place_nodes.pop(host_id, None)
 
     def _look_at_places(self) -> None:
         """Start hosts whose devices are reserved now, and give back those that Ray knows to be lost."""
         if monotonic() - self._looked_at < _PLACE_SECONDS:
             return
         self._looked_at = monotonic()
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        for host_id, node_id in list(self._place_nodes.items()):
-            if node_id in alive:
-                continue
-            self._give_back(host_id)
-            if host_id in self._hosts and self._hosts[host_id].node_id is None:
-                self.start(host_id)
+        with suppress(RayError, ConnectionError, TimeoutError):
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            for host_id, node_id in list(self._place_nodes.items()):
+                if node_id in alive:
+                    continue
+                self._give_back(host_id)
+                if host_id in self._hosts and self._hosts[host_id].node_id is None:
+                    self.start(host_id)
         for host_id in list(self._awaited):
             self.start(host_id)
 
     def _create(self, host_id: int) -> None:
         # The new host uses up the process that its node kept ready.
-        self._prestarted_nodes.discard(self._node_ids.get(host_id, ""))
+        self._prestarted_nodes.discard(self._place_nodes.get(host_id, ""))
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._places[host_id], placement_group_bundle_index=0
         )
@@ -301,14 +344,14 @@ class HostPool:
         return latest.error if latest is not None else None
 
     def startable(self, host_ids: Iterable[int]) -> tuple[int, ...]:
-        """Return the ids whose hosts can start: not excluded, and not on a node that is gone."""
+        """Return the ids whose hosts can start: not excluded, and with a device on a live node."""
         return tuple(
             host_id for host_id in host_ids if host_id not in self.excluded and self._on_live_node(host_id)
         )
 
     def _on_live_node(self, host_id: int) -> bool:
-        node_id = self._node_ids.get(host_id)
-        return node_id is None or is_node_alive(node_id)
+        node_id = self._place_nodes.get(host_id)
+        return node_id is not None and is_node_alive(node_id)
 
     def close(self) -> None:
         for host_id in list(self._hosts):

@@ -63,7 +63,7 @@ def test_hosts_are_reserved_together_and_become_ready(make_pool: MakePool, node_
     pool.start(1)
     assert pool.poll()[1] == (1,), "a new host is being started"
     wait_until(lambda: pool.poll() == ((0, 1), ()))
-    pool._node_ids[1] = "a node that is gone"
+    pool._place_nodes[1] = "a-node-that-is-gone"
     assert pool.startable((0, 1)) == (0,)
 
 
@@ -76,12 +76,13 @@ def test_a_device_on_a_lost_node_is_given_back_and_another_is_reserved(
     wait_until(lambda: pool.poll() == ((0, 1), ()))
     first = pool._places[1]
     monkeypatch.setattr(module, "_PLACE_SECONDS", 0.0)
-    pool._place_nodes[1] = pool._node_ids[1] = "a node that is gone"
+    pool._place_nodes[1] = pool._node_ids[1] = "a-node-that-is-gone"
     pool._bundle = {"CPU": 99.0}  # more than the cluster has
     pool.start(1)
     wait_until(lambda: placement_group_table(first)["state"] == "REMOVED")
     assert pool.poll() == ((0,), (1,)), "there is no device for it"
     assert 1 not in pool._hosts, "no actor is created"
+    assert pool.startable((0, 1)) == (0,)
     pool.stop(1)
     assert pool.poll() == ((0,), ()), "it is not awaited after its end"
     pool._give_back(1)
@@ -90,6 +91,21 @@ def test_a_device_on_a_lost_node_is_given_back_and_another_is_reserved(
     wait_until(lambda: pool.poll() == ((0, 1), ()))
     assert pool.node_id(1) == node_id
     assert pool._places[1] is not first
+
+
+def test_a_device_that_another_program_took_is_waited_for_with_all_others(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(2)
+    monkeypatch.setattr(module, "_DIVIDE_SECONDS", 0.2)
+    one = pool._reserve_one
+    monkeypatch.setattr(pool, "_reserve_one", lambda nodes: one("a-node-that-is-gone"))
+    wait_until(lambda: pool._gang is not None and pool._gang.wait(1.0))
+    assert not pool.reserve(1.0)
+    assert (pool._places, pool.poll()) == ({}, ((), ()))
+    monkeypatch.undo()
+    wait_until(lambda: pool.reserve(1.0))
+    wait_until(lambda: pool._hosts.keys() == {0, 1})
 
 
 def test_devices_of_nodes_that_ray_knows_to_be_lost_are_given_back(
@@ -101,7 +117,7 @@ def test_devices_of_nodes_that_ray_knows_to_be_lost_are_given_back(
     monkeypatch.setattr(module, "_PLACE_SECONDS", 0.0)
     place = pool._places[1]
     pool.stop(1)
-    pool._place_nodes[1] = "a node that is gone"
+    pool._place_nodes[1] = "a-node-that-is-gone"
     pool.poll()
     assert 1 not in pool._places
     wait_until(lambda: placement_group_table(place)["state"] == "REMOVED")
