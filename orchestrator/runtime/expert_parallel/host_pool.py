@@ -31,8 +31,8 @@ _MAX_FAILED_STARTS = 3
 """Failed starts in a row after which a host id is excluded."""
 _RETRY_SECONDS = 600.0
 """Time after which an excluded host id is tried again."""
-_PLACE_SECONDS = 1.0
-"""Between two looks at the nodes of reserved devices."""
+_CHECK_SECONDS = 1.0
+"""Between two checks of the nodes of reserved devices."""
 _DIVIDE_SECONDS = 10.0
 """In which devices that were given back are reserved again."""
 _SPREAD_SECONDS = 3.0
@@ -89,13 +89,13 @@ class HostPool:
         self._warn = warn
         self._bundle = {"GPU": 1.0} if gpu else {"CPU": 1.0}
         self._gang: PlacementGroup | None = self._reserve_all()
-        """Reserves all devices at once, before each has a place of its own."""
-        self._places: dict[int, PlacementGroup] = {}
-        self._place_nodes: dict[int, str] = {}
-        """The nodes of the places that Ray has reserved."""
+        """Reserves all devices at once, before each has a reservation of its own."""
+        self._reservations: dict[int, PlacementGroup] = {}
+        self._reserved_nodes: dict[int, str] = {}
+        """The nodes of the devices that Ray has reserved."""
         self._spread_since: dict[int, float] = {}
         """When a device on a node without other hosts was first asked for."""
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._hosts: dict[int, _Host] = {}
         self._node_ids: dict[int, str] = {}
         """The node of each host, also of the last one under an id whose host is lost."""
@@ -129,9 +129,9 @@ class HostPool:
         node_of = placement_group_table(gang)["bundles_to_node_id"]
         remove_placement_group(gang)
         for host_id in range(self.size):
-            self._places[host_id] = self._reserve_one(node_of[host_id])
+            self._reservations[host_id] = self._reserve_one(node_of[host_id])
         end = monotonic() + _DIVIDE_SECONDS
-        if all(place.wait(max(0.0, end - monotonic())) for place in self._places.values()):
+        if all(each.wait(max(0.0, end - monotonic())) for each in self._reservations.values()):
             return True
         for host_id in range(self.size):
             self._give_back(host_id)
@@ -148,40 +148,40 @@ class HostPool:
         A device on a lost node is given back, and another one is reserved."""
         self.stop(host_id)
         self._awaited.add(host_id)
-        # Where Ray does not answer, the next look at the places tries again.
+        # Where Ray does not answer, the next check tries again.
         with suppress(RayError, ConnectionError, TimeoutError):
-            if self._has_place(host_id):
-                self._awaited.discard(host_id)
+            if self._is_reserved(host_id):
                 self._create(host_id)
+                self._awaited.discard(host_id)
 
-    def _has_place(self, host_id: int) -> bool:
+    def _is_reserved(self, host_id: int) -> bool:
         """Return whether the device of a host is reserved, on a live node. If there is none, look for one."""
-        node_id = self._place_nodes.get(host_id)
+        node_id = self._reserved_nodes.get(host_id)
         if node_id is not None and is_node_alive(node_id):
             return True
-        state = self._place_state(host_id)
+        state = self._reservation_state(host_id)
         if node_id is not None or state == "RESCHEDULING" or self._is_spread_too_long(host_id):
             self._give_back(host_id)
-        if host_id not in self._places:
-            self._places[host_id] = self._new_place(host_id)
-        return host_id in self._place_nodes
+        if host_id not in self._reservations:
+            self._reservations[host_id] = self._reserve_another(host_id)
+        return host_id in self._reserved_nodes
 
-    def _place_state(self, host_id: int) -> str | None:
-        """Return Ray's state of a place, and keep its node once it is reserved."""
-        place = self._places.get(host_id)
-        if place is None:
+    def _reservation_state(self, host_id: int) -> str | None:
+        """Return the state of a reservation, and keep its node once there is one."""
+        reservation = self._reservations.get(host_id)
+        if reservation is None:
             return None
-        entry = placement_group_table(place)
+        entry = placement_group_table(reservation)
         if entry["state"] == "CREATED":
-            self._place_nodes[host_id] = entry["bundles_to_node_id"][0]
+            self._reserved_nodes[host_id] = entry["bundles_to_node_id"][0]
             self._spread_since.pop(host_id, None)
         return entry["state"]
 
-    def _new_place(self, host_id: int) -> PlacementGroup:
+    def _reserve_another(self, host_id: int) -> PlacementGroup:
         """Reserve another device: on a CPU first on nodes without other hosts, then on any.
 
         Snapshots of a host are backed up on another node than its own."""
-        others = {node for other, node in self._place_nodes.items() if other != host_id}
+        others = {node for other, node in self._reserved_nodes.items() if other != host_id}
         if self._gpu or not others or self._spread_since.pop(host_id, None) is not None:
             return self._reserve_one()
         self._spread_since[host_id] = monotonic()
@@ -192,20 +192,20 @@ class HostPool:
         return since is not None and monotonic() - since > _SPREAD_SECONDS
 
     def _give_back(self, host_id: int) -> None:
-        place = self._places.get(host_id)
-        if place is not None:
-            remove_placement_group(place)
-        self._places.pop(host_id, None)
-        self._place_nodes.pop(host_id, None)
+        reservation = self._reservations.get(host_id)
+        if reservation is not None:
+            remove_placement_group(reservation)
+        self._reservations.pop(host_id, None)
+        self._reserved_nodes.pop(host_id, None)
 
-    def _look_at_places(self) -> None:
+    def _check_reservations(self) -> None:
         """Start hosts whose devices are reserved now, and give back those that Ray knows to be lost."""
-        if monotonic() - self._looked_at < _PLACE_SECONDS:
+        if monotonic() - self._checked_at < _CHECK_SECONDS:
             return
-        self._looked_at = monotonic()
+        self._checked_at = monotonic()
         with suppress(RayError, ConnectionError, TimeoutError):
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-            for host_id, node_id in list(self._place_nodes.items()):
+            for host_id, node_id in list(self._reserved_nodes.items()):
                 if node_id in alive:
                     continue
                 self._give_back(host_id)
@@ -216,9 +216,9 @@ class HostPool:
 
     def _create(self, host_id: int) -> None:
         # The new host uses up the process that its node kept ready.
-        self._prestarted_nodes.discard(self._place_nodes.get(host_id, ""))
+        self._prestarted_nodes.discard(self._reserved_nodes.get(host_id, ""))
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._places[host_id], placement_group_bundle_index=0
+            placement_group=self._reservations[host_id], placement_group_bundle_index=0
         )
         actor = ExpertHost.options(  # pyrefly: ignore[missing-attribute]
             num_cpus=0 if self._gpu else 1,
@@ -262,7 +262,7 @@ class HostPool:
         for host_id, host in list(self._hosts.items()):
             if host_id not in busy:
                 self._check(host_id, host)
-        self._look_at_places()
+        self._check_reservations()
         for host_id, failed in list(self._failed_starts.items()):
             if host_id not in self._hosts and monotonic() - failed.last_at > _RETRY_SECONDS:
                 self._failed_starts.pop(host_id)
@@ -350,16 +350,16 @@ class HostPool:
         )
 
     def _on_live_node(self, host_id: int) -> bool:
-        node_id = self._place_nodes.get(host_id)
+        node_id = self._reserved_nodes.get(host_id)
         return node_id is not None and is_node_alive(node_id)
 
     def close(self) -> None:
         for host_id in list(self._hosts):
             self.stop(host_id)
         gangs = [self._gang] if self._gang is not None else []
-        for place in [*gangs, *self._places.values()]:
+        for each in [*gangs, *self._reservations.values()]:
             with suppress(Exception):
-                remove_placement_group(place)
+                remove_placement_group(each)
 
 
 def is_node_alive(node_id: str) -> bool:

@@ -63,7 +63,7 @@ def test_hosts_are_reserved_together_and_become_ready(make_pool: MakePool, node_
     pool.start(1)
     assert pool.poll()[1] == (1,), "a new host is being started"
     wait_until(lambda: pool.poll() == ((0, 1), ()))
-    pool._place_nodes[1] = "a-node-that-is-gone"
+    pool._reserved_nodes[1] = "a-node-that-is-gone"
     assert pool.startable((0, 1)) == (0,)
 
 
@@ -74,9 +74,9 @@ def test_a_device_on_a_lost_node_is_given_back_and_another_is_reserved(
     pool = make_pool(2)
     wait_until(lambda: pool.reserve(1.0))
     wait_until(lambda: pool.poll() == ((0, 1), ()))
-    first = pool._places[1]
-    monkeypatch.setattr(module, "_PLACE_SECONDS", 0.0)
-    pool._place_nodes[1] = pool._node_ids[1] = "a-node-that-is-gone"
+    first = pool._reservations[1]
+    monkeypatch.setattr(module, "_CHECK_SECONDS", 0.0)
+    pool._reserved_nodes[1] = pool._node_ids[1] = "a-node-that-is-gone"
     pool._bundle = {"CPU": 99.0}  # more than the cluster has
     pool.start(1)
     wait_until(lambda: placement_group_table(first)["state"] == "REMOVED")
@@ -90,7 +90,7 @@ def test_a_device_on_a_lost_node_is_given_back_and_another_is_reserved(
     pool.start(1)
     wait_until(lambda: pool.poll() == ((0, 1), ()))
     assert pool.node_id(1) == node_id
-    assert pool._places[1] is not first
+    assert pool._reservations[1] is not first
 
 
 def test_a_device_that_another_program_took_is_waited_for_with_all_others(
@@ -102,7 +102,7 @@ def test_a_device_that_another_program_took_is_waited_for_with_all_others(
     monkeypatch.setattr(pool, "_reserve_one", lambda nodes: one("a-node-that-is-gone"))
     wait_until(lambda: pool._gang is not None and pool._gang.wait(1.0))
     assert not pool.reserve(1.0)
-    assert (pool._places, pool.poll()) == ({}, ((), ()))
+    assert (pool._reservations, pool.poll()) == ({}, ((), ()))
     monkeypatch.undo()
     wait_until(lambda: pool.reserve(1.0))
     wait_until(lambda: pool._hosts.keys() == {0, 1})
@@ -114,12 +114,12 @@ def test_devices_of_nodes_that_ray_knows_to_be_lost_are_given_back(
     pool = make_pool(2)
     wait_until(lambda: pool.reserve(1.0))
     wait_until(lambda: pool.poll() == ((0, 1), ()))
-    monkeypatch.setattr(module, "_PLACE_SECONDS", 0.0)
-    place = pool._places[1]
+    monkeypatch.setattr(module, "_CHECK_SECONDS", 0.0)
+    place = pool._reservations[1]
     pool.stop(1)
-    pool._place_nodes[1] = "a-node-that-is-gone"
+    pool._reserved_nodes[1] = "a-node-that-is-gone"
     pool.poll()
-    assert 1 not in pool._places
+    assert 1 not in pool._reservations
     wait_until(lambda: placement_group_table(place)["state"] == "REMOVED")
 
 
@@ -202,6 +202,8 @@ def test_a_closed_pool_leaves_nothing_behind(make_pool: MakePool) -> None:
     pids = ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in actors])
     pool.close()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-    states = [placement_group_table(place)["state"] for place in pool._places.values()]
+    states = [placement_group_table(place)["state"] for place in pool._reservations.values()]
     assert len(states) == 2
-    wait_until(lambda: all(placement_group_table(p)["state"] == "REMOVED" for p in pool._places.values()))
+    wait_until(
+        lambda: all(placement_group_table(p)["state"] == "REMOVED" for p in pool._reservations.values())
+    )

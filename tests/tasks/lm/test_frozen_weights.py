@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from experts.kernels.packed import PackedForm
+from experts.moe.bank import named_banks
 from experts.transformers.files.shards import SINGLE_FILE
 from experts.types import Packing
 from harness.lm.language_models import FilledLanguageModel, lm_config
@@ -106,7 +107,11 @@ def test_the_plan_counts_the_numbers_and_the_packed_bytes(config: Config) -> Non
     assert packed.expert_weight_bytes * packed.expert_parameters == pytest.approx(
         sum(p.nbytes for name, p in model.named_parameters() if ".bank." in name)
     )
-    assert packed.unpacked_bytes == 8 * 2 * 12 * 16  # the first matrix of an expert is the largest
+    largest = 2 * 12 * 16  # the first matrix of an expert
+    assert packed.unpacked_bytes == 8 * largest
+    on_gpu = model_facts(LanguageModel(config), "cuda", "bf16")
+    experts = max(len(bank.held) for _, bank in named_banks(model))
+    assert on_gpu.unpacked_bytes == 2 * experts * largest, "one kernel unpacks all experts of a layer"
 
 
 def trained(config: Config) -> nn.Module:
